@@ -14,14 +14,23 @@
  *             A stride may be negative; the stride of an axis of length 1 is never looked at. An
  *             input's stride may be zero (broadcast), an output's must not.
  *   Alignment every pointer is aligned to its element (4 bytes for packed codes), no more.
- *   Structs   that start with `struct_size` want it set to sizeof(the struct), or use the matching
- *             _INIT macro. Fields added later come at the end, and 0 in them means what the
- *             library did before they were added.
+ *   Structs   that start with `struct_size` can grow; start from the matching _INIT macro. Fields
+ *             added later come at the end, and 0 in them means what the library did before. A
+ *             caller's struct may be smaller than the library's, down to that of the first version;
+ *             it may be larger if the bytes that the library does not know are 0. Of a result
+ *             struct at most struct_size bytes are written. The other structs never change.
+ *   Overlap   two views overlap when an element of one shares a byte with an element of the other.
+ *             Interleaved views (two halves of each row, say) do not, and are accepted where they
+ *             repeat with the same largest stride; else views whose address ranges cross are
+ *             refused.
  *   Errors    every call that can fail returns nyb_status. On failure outputs, caches and files are
  *             as they were, and nyb_last_error() gives a sentence that names the field, its value
- *             and what would be right. The library never prints and never ends the process.
+ *             and what would be right. The library never prints and never ends the process. Treat
+ *             a status number that you do not know as a failure.
  *   Threads   a context may be used by several threads at once. Two calls must not write the same
  *             output, workspace or cache at once.
+ *   Streams   the last argument of run calls is a stream of the context's backend; on the CPU it
+ *             must be NULL, and the call has finished when it returns.
  *   Run calls (nyb_*_run, nyb_cache_append while it need not grow) do not allocate.
  */
 #ifndef NYBBLE_H
@@ -37,6 +46,8 @@
 
 #if defined(NYB_STATIC)
 #define NYB_API
+#elif defined(_WIN32) && defined(NYB_BUILDING)
+#define NYB_API __declspec(dllexport)
 #elif defined(_WIN32)
 #define NYB_API __declspec(dllimport)
 #else
@@ -44,7 +55,12 @@
 #endif
 
 #ifdef __cplusplus
+#define NYB_INIT(type) \
+  { sizeof(type) }
 extern "C" {
+#else
+#define NYB_INIT(type) \
+  { .struct_size = sizeof(type) }
 #endif
 
 /* The version of the library at run time, "major.minor.patch". Static storage. */
@@ -54,25 +70,26 @@ NYB_API const char *nyb_version(void);
 
 typedef enum nyb_status {
   NYB_OK = 0,
-  NYB_ERROR_NULL = 1,            /* a pointer that must be set is NULL */
-  NYB_ERROR_STRUCT_SIZE = 2,     /* struct_size is none that this library knows */
-  NYB_ERROR_ENUM = 3,            /* an enum field holds no value of its type */
-  NYB_ERROR_SHAPE = 4,           /* a size is negative, zero where it may not be, or too large */
-  NYB_ERROR_HEADS = 5,           /* query_heads is not a multiple of kv_heads */
-  NYB_ERROR_BITS = 6,            /* no such width */
-  NYB_ERROR_GROUP_SIZE = 7,      /* no such group size, or it does not divide the row */
-  NYB_ERROR_DTYPE = 8,           /* a dtype that this field cannot have */
-  NYB_ERROR_STRIDE = 9,          /* rows of an output run into each other, or out of int64 */
-  NYB_ERROR_ALIGNMENT = 10,      /* a pointer is not aligned to its element */
-  NYB_ERROR_LENGTH = 11,         /* a sequence length is negative or beyond the capacity */
-  NYB_ERROR_OVERLAP = 12,        /* an output overlaps an input, a workspace or another output */
-  NYB_ERROR_NON_FINITE = 13,     /* NaN or infinity handed to quantize, append or as a scale */
-  NYB_ERROR_WORKSPACE = 14,      /* the workspace is missing, too small or misaligned */
-  NYB_ERROR_OUT_OF_MEMORY = 15,  /* the allocator returned NULL */
-  NYB_ERROR_UNSUPPORTED = 16,    /* well-formed, but not on this machine or this path */
-  NYB_ERROR_ENVIRONMENT = 17,    /* NYBBLE_* holds a value that means nothing */
-  NYB_ERROR_VALUE = 18,          /* a number outside its documented range */
-  NYB_ERROR_IO = 19,             /* the operating system refused; the sentence has its words */
+  NYB_ERROR_NULL = 1,           /* a pointer that must be set is NULL */
+  NYB_ERROR_STRUCT_SIZE = 2,    /* struct_size is none that this library knows */
+  NYB_ERROR_ENUM = 3,           /* an enum field holds no value of its type */
+  NYB_ERROR_SHAPE = 4,          /* a size is negative, zero where it may not be, or too large */
+  NYB_ERROR_HEADS = 5,          /* query_heads is not a multiple of kv_heads */
+  NYB_ERROR_BITS = 6,           /* no such width */
+  NYB_ERROR_GROUP_SIZE = 7,     /* no such group size, or it does not divide the row */
+  NYB_ERROR_DTYPE = 8,          /* a dtype that this field cannot have */
+  NYB_ERROR_STRIDE = 9,         /* rows of an output run into each other, or out of int64 */
+  NYB_ERROR_ALIGNMENT = 10,     /* a pointer is not aligned to its element */
+  NYB_ERROR_LENGTH = 11,        /* a sequence length is negative or beyond the capacity */
+  NYB_ERROR_OVERLAP = 12,       /* an output overlaps an input, a workspace or another output */
+  NYB_ERROR_NON_FINITE = 13,    /* NaN or infinity handed to quantize, append or as attention.scale;
+                                   a group that its storage dtype cannot hold */
+  NYB_ERROR_WORKSPACE = 14,     /* the workspace is missing, too small or misaligned */
+  NYB_ERROR_OUT_OF_MEMORY = 15, /* the allocator returned NULL */
+  NYB_ERROR_UNSUPPORTED = 16,   /* well-formed, but not on this machine or this path */
+  NYB_ERROR_ENVIRONMENT = 17,   /* NYBBLE_* holds a value that means nothing */
+  NYB_ERROR_VALUE = 18,         /* a number outside its documented range */
+  NYB_ERROR_IO = 19,            /* the operating system refused; the sentence has its words */
   NYB_ERROR_FILE_TRUNCATED = 20, /* a file ends before its header says that it does */
   NYB_ERROR_FILE_FORMAT = 21,    /* a file is not what it should be */
   NYB_ERROR_NOT_FOUND = 22       /* no tensor or metadata key of that name */
@@ -88,9 +105,9 @@ NYB_API const char *nyb_last_error(void);
 /* ---- Types shared by all operations ------------------------------------------------------- */
 
 typedef enum nyb_dtype {
-  NYB_F32 = 0,
-  NYB_F16 = 1, /* IEEE 754 binary16 */
-  NYB_BF16 = 2 /* the upper half of an f32 */
+  NYB_F32 = 1, /* 0 is no dtype: a forgotten field is refused, not misread */
+  NYB_F16 = 2, /* IEEE 754 binary16 */
+  NYB_BF16 = 3 /* the upper half of an f32 */
 } nyb_dtype;
 
 /* Bytes of one element; 0 for a number that is no dtype. */
@@ -113,7 +130,8 @@ typedef struct nyb_output {
 
 /* Which of the two routes to the same result a call takes. An explicit value wins; AUTO follows the
  * environment (NYBBLE_PATH for attention, NYBBLE_GEGLU for GeGLU: "fused", "compat" or "auto",
- * read when the context is created) and otherwise means FUSED where it is supported. */
+ * read when the context is created) and otherwise means FUSED where it is supported. An explicit
+ * FUSED that is not supported fails with NYB_ERROR_UNSUPPORTED; it never falls back. */
 typedef enum nyb_path {
   NYB_PATH_AUTO = 0,
   NYB_PATH_FUSED = 1, /* reads the packed bytes once; never holds a score row or a float cache */
@@ -154,17 +172,20 @@ typedef struct nyb_allocator {
 typedef struct nyb_context_options {
   size_t struct_size;
   nyb_isa isa;
-  /* How many tasks may run at once. 0: as many as this process has processors, or NYBBLE_THREADS;
-   * 1: the calling thread only. The result does not depend on it by a single bit. */
+  /* How many tasks may run at once, and so how many are made. 0: as many as this process has
+   * processors, or NYBBLE_THREADS; 1: the calling thread only. The result does not depend on it by
+   * a single bit. */
   int64_t threads;
-  /* The caller's own parallel-for; NULL takes a built-in pool of `threads` threads, which serves one
-   * call at a time (a second thread's call waits its turn). */
+  /* The caller's own parallel-for; NULL takes a built-in pool of `threads` threads, which serves
+   * one call at a time (a second thread's call waits its turn). Tasks never call back into nybble.
+   * Contexts are cheap: one per worker, with threads = 1, suits an engine that is parallel itself.
+   */
   nyb_parallel_for parallel_for;
   void *parallel_for_data;
   nyb_allocator allocator; /* both functions NULL: the C library's */
 } nyb_context_options;
 
-#define NYB_CONTEXT_OPTIONS_INIT {.struct_size = sizeof(nyb_context_options)}
+#define NYB_CONTEXT_OPTIONS_INIT NYB_INIT(nyb_context_options)
 
 /* Makes a context. options may be NULL (all defaults). Fails with NYB_ERROR_ENVIRONMENT where a
  * NYBBLE_* variable holds a word that it does not know, and with NYB_ERROR_UNSUPPORTED where the
@@ -180,8 +201,8 @@ NYB_API int64_t nyb_context_threads(const nyb_context *context);
 /* ---- Formats of stored rows --------------------------------------------------------------- */
 
 typedef enum nyb_scheme {
-  NYB_PLAIN = 0, /* the elements themselves, in `dtype` */
-  NYB_AFFINE = 1 /* MLX's affine quantization: value = scale * code + bias for each group */
+  NYB_PLAIN = 1, /* the elements themselves, in `dtype`; 0 is no scheme */
+  NYB_AFFINE = 2 /* MLX's affine quantization: value = scale * code + bias for each group */
 } nyb_scheme;
 
 /* How rows of K or V are stored. docs/formats.md shows each layout byte by byte. */
@@ -198,10 +219,10 @@ NYB_API int64_t nyb_format_row_bytes(const nyb_format *format, int64_t dim);
 
 /* Stored rows: one of K or V, [batch, kv_heads, tokens, dim].
  *   plain:  codes are the elements, codes_stride counts elements; scales and biases are NULL.
- *   affine: codes are uint32_t words, dim*bits/32 a row, a little-endian bit stream in which element
- *           i takes bits [i*bits, (i+1)*bits); codes_stride counts words. scales and biases are
+ *   affine: codes are uint32_t words, dim*bits/32 a row, a little-endian bit stream in which
+ * element i takes bits [i*bits, (i+1)*bits); codes_stride counts words. scales and biases are
  *           format.dtype, dim/group_size a row, with strides of their own. */
-typedef struct nyb_rows {
+typedef struct nyb_stored {
   nyb_format format;
   const void *codes;
   const void *scales;
@@ -209,7 +230,18 @@ typedef struct nyb_rows {
   int64_t codes_stride[3]; /* batch, head, token */
   int64_t scales_stride[3];
   int64_t biases_stride[3];
-} nyb_rows;
+} nyb_stored;
+
+/* The same, to be written. */
+typedef struct nyb_stored_output {
+  nyb_format format;
+  void *codes;
+  void *scales;
+  void *biases;
+  int64_t codes_stride[3];
+  int64_t scales_stride[3];
+  int64_t biases_stride[3];
+} nyb_stored_output;
 
 /* ---- Quantize and dequantize -------------------------------------------------------------- */
 
@@ -219,53 +251,40 @@ typedef enum nyb_rule {
   NYB_RULE_MLX_GPU = 1  /* maximum starts at 0, half away from zero, codes clamped from above */
 } nyb_rule;
 
-/* Rows of floats [rows, dim] to rows of codes. Source: docs/numerics.md, section 1.1. With
- * input_dtype == format.dtype and NYB_RULE_MLX_CPU the result is bit-identical to mx.quantize.
- * Strides go from row to row: input elements, uint32_t words, scales, biases.
- * The outputs may not overlap the input or each other. */
+/* Floats [batch, heads, tokens, dim] to stored rows of the same shape; a plain matrix is batch 1,
+ * heads 1. Source: docs/numerics.md, section 1.1. With input.dtype == output.format.dtype and
+ * NYB_RULE_MLX_CPU the result is bit-identical to mx.quantize. Any size but dim may be 0. The
+ * outputs may not overlap the input or each other. */
 typedef struct nyb_quantize {
   size_t struct_size;
-  nyb_format format; /* affine, or plain (which converts) */
+  int64_t batch, heads, tokens, dim;
+  nyb_input input;
+  nyb_stored_output output; /* affine, or plain (which converts) */
   nyb_rule rule;
-  int64_t rows, dim;
-  const void *input;
-  nyb_dtype input_dtype;
-  int64_t input_stride;
-  void *codes;
-  int64_t codes_stride;
-  void *scales;
-  int64_t scales_stride;
-  void *biases;
-  int64_t biases_stride;
+  int32_t reserved; /* 0 */
 } nyb_quantize;
 
-#define NYB_QUANTIZE_INIT {.struct_size = sizeof(nyb_quantize)}
+#define NYB_QUANTIZE_INIT NYB_INIT(nyb_quantize)
 
-/* NYB_ERROR_NON_FINITE names the row and column of the first NaN or infinity, or the row and group
- * whose maximum minus minimum overflows f32 or whose scale overflows format.dtype; nothing is
- * written then. */
-NYB_API nyb_status nyb_quantize_run(nyb_context *context, const nyb_quantize *quantize);
+/* NYB_ERROR_NON_FINITE names the batch entry, head, token and element of the first NaN or infinity,
+ * or the group whose range overflows f32 or whose scale, bias or (plain) element overflows
+ * output.format.dtype; nothing is written then. */
+NYB_API nyb_status nyb_quantize_run(nyb_context *context, const nyb_quantize *quantize,
+                                    nyb_stream stream);
 
-/* Rows of codes back to floats: T(T(T(scale) * code) + bias), T rounding to format.dtype, as
- * mx.dequantize; then converted to output_dtype. */
+/* Stored rows back to floats: T(T(T(scale) * code) + bias), T rounding to the dtype of the scales,
+ * as mx.dequantize; then converted to output.dtype. */
 typedef struct nyb_dequantize {
   size_t struct_size;
-  nyb_format format;
-  int64_t rows, dim;
-  const void *codes;
-  int64_t codes_stride;
-  const void *scales;
-  int64_t scales_stride;
-  const void *biases;
-  int64_t biases_stride;
-  void *output;
-  nyb_dtype output_dtype;
-  int64_t output_stride;
+  int64_t batch, heads, tokens, dim;
+  nyb_stored input;
+  nyb_output output;
 } nyb_dequantize;
 
-#define NYB_DEQUANTIZE_INIT {.struct_size = sizeof(nyb_dequantize)}
+#define NYB_DEQUANTIZE_INIT NYB_INIT(nyb_dequantize)
 
-NYB_API nyb_status nyb_dequantize_run(nyb_context *context, const nyb_dequantize *dequantize);
+NYB_API nyb_status nyb_dequantize_run(nyb_context *context, const nyb_dequantize *dequantize,
+                                      nyb_stream stream);
 
 /* ---- Attention ---------------------------------------------------------------------------- */
 
@@ -275,7 +294,9 @@ typedef enum nyb_mask {
                          [0, length - query_len + i]; rows before the sequence see none */
 } nyb_mask;
 
-/* Where values are rounded on the way (docs/numerics.md, sections 2, 3 and 8); T is q's dtype. */
+/* Where values are rounded on the way (docs/numerics.md, sections 2, 3 and 8); T is q's dtype,
+ * whatever the dtypes of scales and out. What the CPU's integer dots add to EXACT is bounded there.
+ */
 typedef enum nyb_rounding {
   NYB_ROUNDING_EXACT = 0, /* only the output is rounded: compare with f64, PyTorch, FlashInfer */
   NYB_ROUNDING_MLX = 1    /* T(q * T(scale)) and T(score) too, as models served by MLX expect */
@@ -284,8 +305,10 @@ typedef enum nyb_rounding {
 /* out = softmax(scale * q k^T + mask) v, for each batch entry and query head; query head h attends
  * over KV head h / (query_heads / kv_heads).
  *
- * Deterministic: the split of the tokens depends on their number alone, so that a row has the same
- * bits alone, in any batch, beside any other rows and on any number of threads.
+ * Deterministic: tokens are cut into chunks of a fixed size, counted from the sequence's first, and
+ * merged in ascending order. A row's bits depend on its own query and on the tokens it sees: not on
+ * the batch, the other rows, strides or threads. They may differ between ISAs, backends, paths and
+ * versions.
  *
  * A row that sees no token gives zeros and lse = -inf. Nothing beyond a sequence's length is read
  * into the result. */
@@ -298,10 +321,11 @@ typedef struct nyb_attention {
   int64_t key_dim;         /* length of a row of q and k */
   int64_t value_dim;       /* length of a row of v and out */
   int64_t capacity_tokens; /* tokens that k and v have room for; bounds lengths */
-  const int32_t *lengths;  /* [batch]: tokens of each sequence, the query rows' own included */
+  const int32_t *lengths;  /* [batch]: one past each sequence's last token, the query rows' own
+                              included (append first, then attend) */
   nyb_input q;             /* [batch, query_heads, query_len, key_dim] */
-  nyb_rows k;              /* [batch, kv_heads, capacity_tokens, key_dim] */
-  nyb_rows v;              /* [batch, kv_heads, capacity_tokens, value_dim] */
+  nyb_stored k;            /* [batch, kv_heads, capacity_tokens, key_dim] */
+  nyb_stored v;            /* [batch, kv_heads, capacity_tokens, value_dim] */
   nyb_output out;          /* [batch, query_heads, query_len, value_dim]; overlaps nothing */
   nyb_output lse;          /* optional (data NULL): [batch, query_heads, query_len] as f32, the
                               natural log of the sum of exp(score), for merging; stride[2] is from
@@ -310,28 +334,33 @@ typedef struct nyb_attention {
   nyb_mask mask;
   nyb_path path;
   nyb_rounding rounding;
-} nyb_attention;
+} nyb_attention; /* q, out, scales of k and of v may all differ in dtype */
 
-#define NYB_ATTENTION_INIT {.struct_size = sizeof(nyb_attention)}
+#define NYB_ATTENTION_INIT NYB_INIT(nyb_attention)
 
-typedef struct nyb_attention_plan {
+typedef struct nyb_plan {
   size_t struct_size;
-  nyb_path path;          /* FUSED or COMPAT: the one that run will take */
-  size_t workspace_bytes; /* for run; aligned to NYB_WORKSPACE_ALIGNMENT */
-  const char *reason;     /* why this path, in a sentence; static storage */
-  const char *key_kernel; /* names as nyb_kernel_at() gives them; "" on the COMPAT path */
+  nyb_path path; /* FUSED or COMPAT: the one that run will take */
+  int32_t reserved;
+  size_t workspace_bytes; /* for run; a multiple of NYB_WORKSPACE_ALIGNMENT */
+  const char *key_kernel; /* names as nyb_kernel_at() gives them, "" on the COMPAT path; the two
+                             may be one kernel */
   const char *value_kernel;
-} nyb_attention_plan;
+  char reason[192]; /* why this path, in a sentence */
+} nyb_plan;
 
-#define NYB_ATTENTION_PLAN_INIT {.struct_size = sizeof(nyb_attention_plan)}
+#define NYB_PLAN_INIT NYB_INIT(nyb_plan)
 #define NYB_WORKSPACE_ALIGNMENT 64
 
 /* Checks a descriptor, chooses the path and says how much workspace run needs: the support query.
- * Looks at shapes, formats, strides, pointers (not through them, lengths excepted). The workspace
- * fits every later call whose fields differ only in pointers and in lengths, up to capacity_tokens;
- * plan once, run at every step. */
-NYB_API nyb_status nyb_attention_plan_query(nyb_context *context, const nyb_attention *attention,
-                                            nyb_attention_plan *plan);
+ * Looks at shapes, formats, strides and the values of pointers, never through one; data pointers
+ * and lengths may still be NULL here, as at model load. workspace_bytes does not depend on
+ * pointers, strides or lengths, and never falls when batch, query_len or capacity_tokens rises:
+ * plan the largest call once and reuse its workspace. capacity_tokens is the room, not the length:
+ * with a cache that grows, reserve first or plan again after growth. COMPAT needs room for scores.
+ */
+NYB_API nyb_status nyb_attention_plan(nyb_context *context, const nyb_attention *attention,
+                                      nyb_plan *plan);
 
 /* Runs it. workspace may be NULL where the plan asked for 0 bytes; its contents need not be kept
  * between calls. */
@@ -341,24 +370,24 @@ NYB_API nyb_status nyb_attention_run(nyb_context *context, const nyb_attention *
 /* ---- GeGLU -------------------------------------------------------------------------------- */
 
 /* out = gelu_tanh(gate) * up over [rows, columns], every step rounded to the dtype, in the order of
- * docs/numerics.md, section 4. gate, up and out have one dtype. For f16 and bf16 every bit is fixed,
- * on both paths, on every backend; f32 stays within the bound stated there. Row strides may
+ * docs/numerics.md, section 4. gate, up and out have one dtype. For f16 and bf16 every bit is
+ * fixed, on both paths, on every backend; f32 stays within the bound stated there. Row strides may
  * differ (two halves of one tensor). out may be exactly gate or exactly up (same pointer and
  * stride); any other overlap is refused. */
 typedef struct nyb_geglu {
   size_t struct_size;
   int64_t rows, columns;
   nyb_dtype dtype;
+  nyb_path path;
   const void *gate;
   int64_t gate_stride;
   const void *up;
   int64_t up_stride;
   void *out;
   int64_t out_stride;
-  nyb_path path;
 } nyb_geglu;
 
-#define NYB_GEGLU_INIT {.struct_size = sizeof(nyb_geglu)}
+#define NYB_GEGLU_INIT NYB_INIT(nyb_geglu)
 
 NYB_API nyb_status nyb_geglu_run(nyb_context *context, const nyb_geglu *geglu, nyb_stream stream);
 
@@ -372,11 +401,12 @@ typedef struct nyb_cache_options {
   int64_t batch, kv_heads, key_dim, value_dim;
   nyb_format key_format, value_format;
   nyb_rule rule;
+  int32_t reserved;                /* 0 */
   int64_t initial_capacity_tokens; /* 0: grown at the first append */
   int64_t max_tokens;              /* an append beyond it fails; 0: no limit but int32 lengths */
 } nyb_cache_options;
 
-#define NYB_CACHE_OPTIONS_INIT {.struct_size = sizeof(nyb_cache_options)}
+#define NYB_CACHE_OPTIONS_INIT NYB_INIT(nyb_cache_options)
 
 typedef struct nyb_cache_usage {
   size_t struct_size;
@@ -387,37 +417,49 @@ typedef struct nyb_cache_usage {
   int64_t copied_bytes;    /* moved by growing, since creation */
 } nyb_cache_usage;
 
-#define NYB_CACHE_USAGE_INIT {.struct_size = sizeof(nyb_cache_usage)}
+#define NYB_CACHE_USAGE_INIT NYB_INIT(nyb_cache_usage)
 
 /* The context must outlive the cache. *cache is written only on success. */
 NYB_API nyb_status nyb_cache_create(nyb_context *context, const nyb_cache_options *options,
                                     nyb_cache **cache);
 NYB_API void nyb_cache_destroy(nyb_cache *cache); /* NULL is allowed */
 
-/* Appends `tokens` rows to every sequence: key [batch, kv_heads, tokens, key_dim] and value
- * [batch, kv_heads, tokens, value_dim], any float dtype; one pass, no copy. On failure the cache
- * holds what it held. 0 tokens is allowed. */
-NYB_API nyb_status nyb_cache_append(nyb_cache *cache, int64_t tokens, const nyb_input *key,
-                                    const nyb_input *value);
+typedef struct nyb_append {
+  size_t struct_size;
+  int64_t tokens;  /* for every sequence; 0 is allowed */
+  nyb_input key;   /* [batch, kv_heads, tokens, key_dim], any float dtype */
+  nyb_input value; /* [batch, kv_heads, tokens, value_dim] */
+} nyb_append;
 
-/* Makes room for `tokens` tokens in all, so that appends up to there do not allocate. */
-NYB_API nyb_status nyb_cache_reserve(nyb_cache *cache, int64_t tokens);
+#define NYB_APPEND_INIT NYB_INIT(nyb_append)
 
-/* Drops the last `tokens` tokens of every sequence, or all that it has; *trimmed (may be NULL) gets
- * the most that a sequence lost. Memory is kept. */
-NYB_API nyb_status nyb_cache_trim(nyb_cache *cache, int64_t tokens, int64_t *trimmed);
+/* Appends tokens to every sequence: one pass, no copy. On failure the cache holds what it held. */
+NYB_API nyb_status nyb_cache_append(nyb_cache *cache, const nyb_append *append, nyb_stream stream);
+
+/* Makes room for `tokens` tokens in each sequence, so that appends up to there do not allocate. */
+NYB_API nyb_status nyb_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_stream stream);
+
+#define NYB_ALL_SEQUENCES (-1)
+
+/* Drops the last `tokens` tokens of a sequence, or of all of them, or as many as there are;
+ * *trimmed (may be NULL) gets the most that a sequence lost. Memory is kept. After sequences were
+ * trimmed to different lengths an append goes to the end of each. */
+NYB_API nyb_status nyb_cache_trim(nyb_cache *cache, int64_t sequence, int64_t tokens,
+                                  int64_t *trimmed, nyb_stream stream);
 
 /* Empties the cache; memory is kept. */
-NYB_API nyb_status nyb_cache_reset(nyb_cache *cache);
+NYB_API nyb_status nyb_cache_reset(nyb_cache *cache, nyb_stream stream);
 
-/* Tokens of a sequence; -1, with nyb_last_error(), for one that does not exist. */
+/* Tokens of a sequence, as the host counts them; -1, with nyb_last_error(), for one that does not
+ * exist. */
 NYB_API int64_t nyb_cache_length(const nyb_cache *cache, int64_t sequence);
 
-NYB_API nyb_status nyb_cache_usage_query(const nyb_cache *cache, nyb_cache_usage *usage);
+NYB_API nyb_status nyb_cache_get_usage(const nyb_cache *cache, nyb_cache_usage *usage);
 
-/* Fills batch, kv_heads, key_dim, value_dim, capacity_tokens, lengths, k and v of *attention and
- * leaves the other fields alone. The pointers hold until the next append that grows, reserve or
- * destroy; lengths follows the cache. */
+/* Sets every field of *attention that says where the tokens are (batch, kv_heads, key_dim,
+ * value_dim, capacity_tokens, lengths, k, v; those of later versions too) and leaves the others
+ * alone. The pointers hold until the next append that grows, reserve or destroy; lengths follows
+ * the cache. It costs next to nothing: call it before every run. */
 NYB_API nyb_status nyb_cache_view(const nyb_cache *cache, nyb_attention *attention);
 
 /* ---- safetensors files -------------------------------------------------------------------- */
@@ -434,7 +476,7 @@ typedef struct nyb_safetensors_tensor {
   int64_t rank;
   int64_t shape[NYB_SAFETENSORS_MAX_RANK];
   const void *data; /* in the mapping; may be unaligned */
-  int64_t bytes;
+  int64_t data_bytes;
 } nyb_safetensors_tensor;
 
 NYB_API nyb_status nyb_safetensors_open(nyb_context *context, const char *path,
@@ -466,19 +508,22 @@ NYB_API nyb_status nyb_safetensors_write(nyb_context *context, const char *path,
 
 /* Every kernel of the library, listed once, whether or not it runs here. */
 typedef struct nyb_kernel {
+  size_t struct_size;
   const char *name;      /* "attention_scores_affine4_avx2" */
   const char *operation; /* "attention_scores" */
   const char *format;    /* "affine4", "plain_bf16"; for GeGLU the dtype */
   nyb_isa isa;
   bool runs_here;
   const char *reason; /* why it does not run here, or "" */
+  int64_t calls;      /* by the run calls of the context, since the counters were cleared */
 } nyb_kernel;
 
-NYB_API int64_t nyb_kernel_count(void);
-NYB_API nyb_status nyb_kernel_at(int64_t index, nyb_kernel *kernel);
+#define NYB_KERNEL_INIT NYB_INIT(nyb_kernel)
 
-/* How often the run calls of this context used that kernel. */
-NYB_API int64_t nyb_kernel_calls(const nyb_context *context, int64_t index);
+NYB_API int64_t nyb_kernel_count(void);
+
+/* context may be NULL: then calls is 0. */
+NYB_API nyb_status nyb_kernel_at(const nyb_context *context, int64_t index, nyb_kernel *kernel);
 
 typedef struct nyb_counters {
   size_t struct_size;
@@ -491,10 +536,10 @@ typedef struct nyb_counters {
   int64_t cache_append;
 } nyb_counters;
 
-#define NYB_COUNTERS_INIT {.struct_size = sizeof(nyb_counters)}
+#define NYB_COUNTERS_INIT NYB_INIT(nyb_counters)
 
 /* Calls that succeeded, since the context was made or the counters were cleared. */
-NYB_API nyb_status nyb_counters_query(const nyb_context *context, nyb_counters *counters);
+NYB_API nyb_status nyb_counters_get(const nyb_context *context, nyb_counters *counters);
 NYB_API void nyb_counters_clear(nyb_context *context);
 
 /* The CPU features found here, of those that the library looks for, space-separated. Valid in the

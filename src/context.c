@@ -30,6 +30,18 @@ nyb_status nyb_fail(nyb_status status, const char *format, ...) {
   return status;
 }
 
+nyb_status nyb_check_struct(const char *name, const void *input, size_t given, size_t known) {
+  bool unknown_is_zero = given < known + 4096;
+  for (size_t i = known; input != NULL && unknown_is_zero && i < given; i++) {
+    unknown_is_zero = ((const char *)input)[i] == 0;
+  }
+  if (given >= known && unknown_is_zero) return NYB_OK;
+  return nyb_fail(NYB_ERROR_STRUCT_SIZE,
+                  "%s.struct_size is %zu; it must be %zu, or more with zeros in the fields that "
+                  "version %s does not know",
+                  name, given, known, nyb_version());
+}
+
 const char *nyb_status_name(nyb_status status) {
   switch (status) {
 #define NYB_NAME(status) \
@@ -101,8 +113,8 @@ static nyb_status path_from_environment(const char *name, nyb_path *path) {
   } else if (strcmp(value, "compat") == 0) {
     *path = NYB_PATH_COMPAT;
   } else {
-    return nyb_fail(NYB_ERROR_ENVIRONMENT, "%s is \"%.64s\"; it must be fused, compat or auto", name,
-                    value);
+    return nyb_fail(NYB_ERROR_ENVIRONMENT, "%s is \"%.64s\"; it must be fused, compat or auto",
+                    name, value);
   }
   return NYB_OK;
 }
@@ -116,9 +128,9 @@ static nyb_status choose_isa(nyb_isa asked, nyb_isa *isa) {
       nyb_isa named = NYB_ISA_AUTO;
       while (named <= NYB_ISA_NEON && strcmp(value, nyb_isa_name(named)) != 0) named++;
       if (named > NYB_ISA_NEON) {
-        return nyb_fail(
-            NYB_ERROR_ENVIRONMENT,
-            "NYBBLE_ISA is \"%.64s\"; it must be scalar, avx2, avx512, neon or auto", value);
+        return nyb_fail(NYB_ERROR_ENVIRONMENT,
+                        "NYBBLE_ISA is \"%.64s\"; it must be scalar, avx2, avx512, neon or auto",
+                        value);
       }
       *isa = named;
       origin = "NYBBLE_ISA";
@@ -132,7 +144,8 @@ static nyb_status choose_isa(nyb_isa asked, nyb_isa *isa) {
   }
   const char *reason;
   if (!nyb_isa_runs_here(*isa, &reason)) {
-    return nyb_fail(NYB_ERROR_UNSUPPORTED, "%s is %s, which %s", origin, nyb_isa_name(*isa), reason);
+    return nyb_fail(NYB_ERROR_UNSUPPORTED, "%s is %s, which %s", origin, nyb_isa_name(*isa),
+                    reason);
   }
   return NYB_OK;
 }
@@ -191,10 +204,9 @@ nyb_status nyb_context_create(const nyb_context_options *options, nyb_context **
     return nyb_fail(NYB_ERROR_NULL, "context is NULL; it must point to where the context goes");
   }
   if (options == NULL) options = &defaults;
-  if (options->struct_size != sizeof *options) {
-    return nyb_fail(NYB_ERROR_STRUCT_SIZE, "options.struct_size is %zu; it must be %zu",
-                    options->struct_size, sizeof *options);
-  }
+  const nyb_status size_status =
+      nyb_check_struct("options", options, options->struct_size, sizeof *options);
+  if (size_status != NYB_OK) return size_status;
   nyb_allocator allocator = options->allocator;
   if ((allocator.allocate == NULL) != (allocator.release == NULL)) {
     return nyb_fail(NYB_ERROR_NULL,
@@ -282,39 +294,36 @@ void nyb_count(nyb_context *context, nyb_counter counter) {
 
 int64_t nyb_kernel_count(void) { return nyb_kernel_entry_count; }
 
-nyb_status nyb_kernel_at(int64_t index, nyb_kernel *kernel) {
+nyb_status nyb_kernel_at(const nyb_context *context, int64_t index, nyb_kernel *kernel) {
   if (kernel == NULL) {
     return nyb_fail(NYB_ERROR_NULL, "kernel is NULL; it must point to an nyb_kernel");
   }
+  const nyb_status status = nyb_check_struct("kernel", NULL, kernel->struct_size, sizeof *kernel);
+  if (status != NYB_OK) return status;
   if (index < 0 || index >= nyb_kernel_entry_count) {
     return nyb_fail(NYB_ERROR_VALUE, "index is %lld; there are kernels 0 to %lld", (long long)index,
                     (long long)nyb_kernel_entry_count - 1);
   }
   const nyb_kernel_entry *entry = &nyb_kernel_entries[index];
-  *kernel = (nyb_kernel){
-      .name = entry->name,
-      .operation = nyb_operation_name(entry->operation),
-      .format = nyb_format_id_name(entry->format),
-      .isa = entry->isa,
-  };
+  kernel->name = entry->name;
+  kernel->operation = nyb_operation_name(entry->operation);
+  kernel->format = nyb_format_id_name(entry->format);
+  kernel->isa = entry->isa;
   kernel->runs_here = nyb_isa_runs_here(entry->isa, &kernel->reason) && entry->function != NULL;
+  kernel->calls = context == NULL
+                      ? 0
+                      : atomic_load_explicit(&context->kernel_calls[index], memory_order_relaxed);
   return NYB_OK;
 }
 
-int64_t nyb_kernel_calls(const nyb_context *context, int64_t index) {
-  if (context == NULL || index < 0 || index >= nyb_kernel_entry_count) return 0;
-  return atomic_load_explicit(&context->kernel_calls[index], memory_order_relaxed);
-}
-
-nyb_status nyb_counters_query(const nyb_context *context, nyb_counters *counters) {
+nyb_status nyb_counters_get(const nyb_context *context, nyb_counters *counters) {
   if (context == NULL || counters == NULL) {
     return nyb_fail(NYB_ERROR_NULL, "%s is NULL; both context and counters must be set",
                     context == NULL ? "context" : "counters");
   }
-  if (counters->struct_size != sizeof *counters) {
-    return nyb_fail(NYB_ERROR_STRUCT_SIZE, "counters.struct_size is %zu; it must be %zu",
-                    counters->struct_size, sizeof *counters);
-  }
+  const nyb_status status =
+      nyb_check_struct("counters", NULL, counters->struct_size, sizeof *counters);
+  if (status != NYB_OK) return status;
 #define NYB_READ(counter) atomic_load_explicit(&context->counters[counter], memory_order_relaxed)
   counters->attention_fused = NYB_READ(NYB_COUNTER_ATTENTION_FUSED);
   counters->attention_compat = NYB_READ(NYB_COUNTER_ATTENTION_COMPAT);

@@ -40,6 +40,10 @@ nyb_status nyb_fail(nyb_status status, const char *format, ...)
 #endif
     ;
 
+/* Whether a caller's struct can be read or written: `given` is its struct_size, `known` the size of
+ * the first version (which is still the current one). input is the struct, or NULL for a result. */
+nyb_status nyb_check_struct(const char *name, const void *input, size_t given, size_t known);
+
 /* The kernel for an operation and format on the context's ISA; never NULL. */
 nyb_any_fn nyb_kernel_for(const nyb_context *context, nyb_operation operation,
                           nyb_format_id format);

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a CPU kernel is: the operations, their argument structs, and the table that names each kernel
- * once. Kernels know no descriptor, no context and no threads: they get pointers and counts that
- * have been checked. How to add one: docs/kernels.md. */
+/* What a CPU kernel is: the operations, their argument structs, and the table that names each
+ * kernel once. Kernels know no descriptor, no context and no threads: they get pointers and counts
+ * that have been checked. How to add one: docs/kernels.md. */
 #ifndef NYB_KERNELS_H
 #define NYB_KERNELS_H
 
@@ -28,7 +28,9 @@ typedef enum nyb_format_id {
 typedef enum nyb_operation {
   NYB_OPERATION_QUANTIZE,
   NYB_OPERATION_DEQUANTIZE,
+  NYB_OPERATION_ATTENTION_QUERIES,
   NYB_OPERATION_ATTENTION_SCORES,
+  NYB_OPERATION_ATTENTION_SOFTMAX, /* format: PLAIN_F32 */
   NYB_OPERATION_ATTENTION_VALUES,
   NYB_OPERATION_GEGLU, /* formats: the PLAIN ones */
   NYB_OPERATION_COUNT
@@ -48,8 +50,8 @@ typedef struct nyb_quantize_span {
   void *biases;
 } nyb_quantize_span;
 
-/* Returns how many groups were done: `groups`, or the index of the first group that cannot be stored
- * (a NaN or infinity, or a scale or bias that overflows). Nothing from that group on need be
+/* Returns how many groups were done: `groups`, or the index of the first group that cannot be
+ * stored (a NaN or infinity, or a scale or bias that overflows). Nothing from that group on need be
  * untouched: callers that promise so check first. */
 typedef int64_t (*nyb_quantize_fn)(const nyb_quantize_span *span);
 
@@ -65,6 +67,83 @@ typedef struct nyb_dequantize_span {
 } nyb_dequantize_span;
 
 typedef void (*nyb_dequantize_fn)(const nyb_dequantize_span *span);
+
+/* ---- attention: one tile of tokens against one block of query rows -------------------------- */
+
+/* A tile is NYB_TILE_TOKENS tokens or the rest of a sequence, a block NYB_TILE_ROWS query rows or
+ * fewer that share a KV head. What a row gets does not depend on the other rows of its block. */
+enum { NYB_TILE_TOKENS = 64, NYB_TILE_ROWS = 32 };
+
+/* Rows of floats are padded to a whole number of the widest vectors. */
+static inline int64_t nyb_padded_dim(int64_t dim) { return (dim + 15) / 16 * 16; }
+
+/* Stored rows of a tile, the first token's, with byte strides from token to token. */
+typedef struct nyb_tile_tokens {
+  const char *codes, *scales, *biases;
+  int64_t codes_stride_bytes, scales_stride_bytes, biases_stride_bytes;
+  int64_t dim;
+  int32_t group_size;
+  nyb_dtype scale_dtype;
+  int64_t tokens; /* 1 .. NYB_TILE_TOKENS */
+} nyb_tile_tokens;
+
+/* Brings query rows into the order and number type in which `scores` of the same format and ISA
+ * wants them. */
+typedef struct nyb_query_block {
+  const float *q; /* [rows][nyb_padded_dim(dim)], scaled and rounded, zero in the padding */
+  int64_t rows, dim;
+  int32_t group_size;
+  bool two_terms; /* affine: keep 30 bits of q instead of 15 */
+  void *prepared; /* nyb_prepared_bytes(dim) for each row */
+} nyb_query_block;
+
+typedef void (*nyb_attention_queries_fn)(const nyb_query_block *block);
+
+/* Affine, per row: dim/2 pairs of int16 for each term, then three floats for each group. */
+static inline int64_t nyb_prepared_bytes(int64_t dim) {
+  return (nyb_padded_dim(dim) * 4 + 3 * 4 * (dim / 32 + 1) + 63) / 64 * 64;
+}
+
+/* scores[r][t] = q_r . k_t, with room for NYB_TILE_TOKENS in each row; what stands in a row beyond
+ * k.tokens afterwards means nothing. */
+typedef struct nyb_score_tile {
+  const void *prepared;
+  int64_t rows;
+  bool two_terms;
+  nyb_tile_tokens k;
+  float *scores;
+  void *scratch; /* NYB_TILE_SCRATCH_BYTES */
+} nyb_score_tile;
+
+typedef void (*nyb_attention_scores_fn)(const nyb_score_tile *tile);
+
+/* One step of the online softmax: takes the scores to exp(score - maximum), exactly 0 from
+ * visible[r] on, and moves maximum and sum along. */
+typedef struct nyb_softmax_tile {
+  float *scores; /* [rows][NYB_TILE_TOKENS] */
+  int64_t rows;
+  const int32_t *visible; /* [rows]: tokens of this tile that the row sees */
+  nyb_dtype round_to;     /* scores are rounded to this first; F32: not at all */
+  float *maximum;         /* [rows], -inf at first */
+  float *sum;             /* [rows], 0 at first */
+  float *rescale;         /* [rows], out: what the row's accumulators must be multiplied by */
+} nyb_softmax_tile;
+
+/* Returns whether any rescale is other than 1. */
+typedef bool (*nyb_attention_softmax_fn)(const nyb_softmax_tile *tile);
+
+/* out[r] += sum over t of weights[r][t] * v_t. */
+typedef struct nyb_value_tile {
+  const float *weights; /* [rows][NYB_TILE_TOKENS] */
+  int64_t rows;
+  nyb_tile_tokens v;
+  float *out; /* [rows][nyb_padded_dim(v.dim)] */
+  void *scratch;
+} nyb_value_tile;
+
+typedef void (*nyb_attention_values_fn)(const nyb_value_tile *tile);
+
+enum { NYB_TILE_SCRATCH_BYTES = 48 * 1024 };
 
 /* ---- geglu: contiguous elements of one dtype ---------------------------------------------- */
 

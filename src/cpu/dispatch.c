@@ -27,9 +27,9 @@
 #undef NYB_KERNEL
 
 const nyb_kernel_entry nyb_kernel_entries[] = {
-#define NYB_KERNEL(operation, OPERATION, format, FORMAT, isa, ISA, FAMILY)             \
-  {#operation "_" #format "_" #isa, NYB_OPERATION_##OPERATION, NYB_FORMAT_##FORMAT, \
-   NYB_ISA_##ISA, NYB_FUNCTION_##FAMILY(nyb_##operation##_##format##_##isa)},
+#define NYB_KERNEL(operation, OPERATION, format, FORMAT, isa, ISA, FAMILY)                         \
+  {#operation "_" #format "_" #isa, NYB_OPERATION_##OPERATION, NYB_FORMAT_##FORMAT, NYB_ISA_##ISA, \
+   NYB_FUNCTION_##FAMILY(nyb_##operation##_##format##_##isa)},
 #include "kernels.inc"
 #undef NYB_KERNEL
 };
@@ -62,6 +62,8 @@ const char *nyb_operation_name(nyb_operation operation) {
   static const char *const names[NYB_OPERATION_COUNT] = {
       [NYB_OPERATION_QUANTIZE] = "quantize",
       [NYB_OPERATION_DEQUANTIZE] = "dequantize",
+      [NYB_OPERATION_ATTENTION_QUERIES] = "attention_queries",
+      [NYB_OPERATION_ATTENTION_SOFTMAX] = "attention_softmax",
       [NYB_OPERATION_ATTENTION_SCORES] = "attention_scores",
       [NYB_OPERATION_ATTENTION_VALUES] = "attention_values",
       [NYB_OPERATION_GEGLU] = "geglu",
