@@ -5,10 +5,18 @@
 #include "../kernels.h"
 
 #if defined(__x86_64__)
+#include <cpuid.h>
+
+/* Clang's __builtin_cpu_supports learned this name late. Says nothing about the operating system:
+ * ask for AVX2 too. */
+static bool has_f16c(void) {
+  unsigned a, b, c = 0, d;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+
 /* __builtin_cpu_supports looks at CPUID and at what the operating system saves (XGETBV). */
 static bool has_avx2(void) {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
-         __builtin_cpu_supports("f16c");
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
 }
 
 static bool has_avx512(void) {
@@ -64,7 +72,7 @@ const char *nyb_cpu_features(void) {
   char built[sizeof text] = "";
   if (__builtin_cpu_supports("avx2")) strcat(built, "avx2 ");
   if (__builtin_cpu_supports("fma")) strcat(built, "fma ");
-  if (__builtin_cpu_supports("f16c")) strcat(built, "f16c ");
+  if (__builtin_cpu_supports("avx2") && has_f16c()) strcat(built, "f16c ");
   if (__builtin_cpu_supports("avx512f")) strcat(built, "avx512f ");
   if (__builtin_cpu_supports("avx512bw")) strcat(built, "avx512bw ");
   if (__builtin_cpu_supports("avx512dq")) strcat(built, "avx512dq ");
