@@ -465,7 +465,9 @@ NYB_API nyb_status nyb_cache_view(const nyb_cache *cache, nyb_attention *attenti
 /* ---- safetensors files -------------------------------------------------------------------- */
 
 /* A file open for reading, memory-mapped. The whole header is checked at opening: sizes, bounds,
- * overlaps, dtypes, duplicate names, metadata types. One file may be read by several threads. */
+ * overlaps, holes, dtypes, duplicate names, metadata types. Tensors and metadata are numbered in the
+ * order of the header. One file may be read by several threads. Nobody may shorten a file while it
+ * is open here (nyb_safetensors_write never does: it replaces). */
 typedef struct nyb_safetensors nyb_safetensors;
 
 #define NYB_SAFETENSORS_MAX_RANK 8
@@ -483,7 +485,7 @@ NYB_API nyb_status nyb_safetensors_open(nyb_context *context, const char *path,
                                         nyb_safetensors **file);
 NYB_API void nyb_safetensors_close(nyb_safetensors *file); /* NULL is allowed */
 
-NYB_API int64_t nyb_safetensors_count(const nyb_safetensors *file);
+NYB_API int64_t nyb_safetensors_count(const nyb_safetensors *file); /* 0 for NULL */
 NYB_API nyb_status nyb_safetensors_at(const nyb_safetensors *file, int64_t index,
                                       nyb_safetensors_tensor *tensor);
 NYB_API nyb_status nyb_safetensors_find(const nyb_safetensors *file, const char *name,
@@ -498,7 +500,8 @@ NYB_API nyb_status nyb_safetensors_metadata_at(const nyb_safetensors *file, int6
                                                nyb_metadata *metadata);
 
 /* Writes a file: to a temporary name beside it, synced, then renamed; a failure leaves whatever
- * stood at `path` as it was. Tensors are written in the given order, without padding. */
+ * stood at `path` as it was. A link is replaced, not followed; what is no regular file is refused.
+ * Tensors are written in the given order, without padding; the first is aligned to 8 bytes. */
 NYB_API nyb_status nyb_safetensors_write(nyb_context *context, const char *path,
                                          const nyb_safetensors_tensor *tensors,
                                          int64_t tensor_count, const nyb_metadata *metadata,

@@ -1,0 +1,48 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What reading and writing safetensors files have in common. */
+#ifndef NYB_IO_SAFETENSORS_H
+#define NYB_IO_SAFETENSORS_H
+
+#include "nybble.h"
+
+#define NYB_SAFETENSORS_LENGTH_BYTES 8
+#define NYB_SAFETENSORS_MAX_HEADER_BYTES 100000000 /* the format's own limit */
+#define NYB_SAFETENSORS_METADATA "__metadata__"
+#define NYB_SAFETENSORS_ALIGNMENT 64       /* of memory from the allocator */
+#define NYB_MAX_IO_BYTES ((size_t)1 << 30) /* of one read or write; some systems refuse 2 GiB */
+
+/* Bytes of the well-formed UTF-8 character at `at`, 0 where there is none. */
+int nyb_utf8_length(const char *at, const char *end);
+bool nyb_is_utf8(const char *text);
+
+/* A file's own text made fit for a sentence on a terminal: cut to a length that leaves room for the
+ * rest, control and malformed bytes replaced. */
+typedef struct nyb_shown_text {
+  char text[72];
+} nyb_shown_text;
+nyb_shown_text nyb_shown(const char *text);
+
+/* NYB_ERROR_IO with the path, what could not be done, and errno's words. */
+nyb_status nyb_fail_io(const char *path, const char *what);
+
+/* Bytes of an element; 0 for a word that is no dtype. *word becomes static storage. */
+int64_t nyb_safetensors_dtype_bytes(const char **word);
+
+/* Bytes of a tensor; false where they leave int64. */
+bool nyb_safetensors_tensor_bytes(int64_t rank, const int64_t *shape, int64_t element_bytes,
+                                  int64_t *bytes);
+
+typedef int (*nyb_compare_fn)(const void *items, int32_t left, int32_t right);
+
+/* Fills order with 0 .. count-1, sorted. Heapsort: no memory, no recursion and no bad case that a
+ * file could be made of; the C library's qsort promises none of the three. */
+void nyb_sort_indices(int32_t *order, int64_t count, nyb_compare_fn compare, const void *items);
+
+/* The index of an item that equals its neighbour in the sorted order, -1 where all differ. */
+int64_t nyb_find_equal_neighbours(const int32_t *order, int64_t count, nyb_compare_fn compare,
+                                  const void *items);
+
+int nyb_compare_tensor_names(const void *items, int32_t left, int32_t right);
+int nyb_compare_metadata_keys(const void *items, int32_t left, int32_t right);
+
+#endif
