@@ -1,0 +1,340 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* nyb_attention_plan and nyb_attention_run: check, choose the path, hand over. */
+#include "attention.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <string.h>
+
+#include "format.h"
+#include "numeric.h"
+#include "views.h"
+
+/* Sizes beyond these are taken for mistakes; they keep every product below in int64. */
+enum { MAX_HEAD_DIM = 1 << 16, MAX_HEADS = 1 << 20, MAX_BATCH = 1 << 30 };
+
+/* ---- Checks --------------------------------------------------------------------------------- */
+
+static nyb_status check_size(const char *field, int64_t value, int64_t least, int64_t most) {
+  if (value >= least && value <= most) return NYB_OK;
+  return nyb_fail(NYB_ERROR_SHAPE, "attention.%s is %lld; it must be %lld to %lld", field,
+                  (long long)value, (long long)least, (long long)most);
+}
+
+static nyb_status check_enum(const char *field, int value, int count) {
+  if (value >= 0 && value < count) return NYB_OK;
+  return nyb_fail(NYB_ERROR_ENUM, "attention.%s is %d; it must be 0 to %d", field, value,
+                  count - 1);
+}
+
+static nyb_status check_sizes(const nyb_attention *a) {
+  nyb_status status = check_size("batch", a->batch, 1, MAX_BATCH);
+  if (status == NYB_OK) status = check_size("kv_heads", a->kv_heads, 1, MAX_HEADS);
+  if (status == NYB_OK) status = check_size("query_heads", a->query_heads, 1, MAX_HEADS);
+  if (status == NYB_OK) status = check_size("query_len", a->query_len, 1, INT32_MAX);
+  if (status == NYB_OK) status = check_size("key_dim", a->key_dim, 1, MAX_HEAD_DIM);
+  if (status == NYB_OK) status = check_size("value_dim", a->value_dim, 1, MAX_HEAD_DIM);
+  if (status == NYB_OK) status = check_size("capacity_tokens", a->capacity_tokens, 0, INT32_MAX);
+  if (status != NYB_OK) return status;
+  if (a->query_heads % a->kv_heads != 0) {
+    return nyb_fail(NYB_ERROR_HEADS,
+                    "attention.query_heads is %lld and attention.kv_heads %lld; the first must be "
+                    "a multiple of the second",
+                    (long long)a->query_heads, (long long)a->kv_heads);
+  }
+  int64_t rows;
+  if (__builtin_mul_overflow(a->batch * a->query_heads, a->query_len, &rows) ||
+      rows > INT64_MAX / NYB_TILE_ROWS) {
+    return nyb_fail(NYB_ERROR_SHAPE,
+                    "attention.batch * query_heads * query_len is %lld * %lld * %lld; it must fit "
+                    "64 bits",
+                    (long long)a->batch, (long long)a->query_heads, (long long)a->query_len);
+  }
+  return NYB_OK;
+}
+
+static nyb_status check_choices(const nyb_attention *a) {
+  nyb_status status = check_enum("mask", (int)a->mask, NYB_MASK_CAUSAL + 1);
+  if (status == NYB_OK) status = check_enum("path", (int)a->path, NYB_PATH_COMPAT + 1);
+  if (status == NYB_OK) status = check_enum("rounding", (int)a->rounding, NYB_ROUNDING_MLX + 1);
+  if (status == NYB_OK) status = nyb_check_dtype("attention.q.dtype", a->q.dtype);
+  if (status == NYB_OK) status = nyb_check_dtype("attention.out.dtype", a->out.dtype);
+  if (status != NYB_OK) return status;
+  if (a->lse.data != NULL && a->lse.dtype != NYB_F32) {
+    return nyb_fail(NYB_ERROR_DTYPE, "attention.lse.dtype is %d; it must be NYB_F32",
+                    (int)a->lse.dtype);
+  }
+  if (!isfinite(a->scale)) {
+    return nyb_fail(NYB_ERROR_NON_FINITE, "attention.scale is %g; it must be finite",
+                    (double)a->scale);
+  }
+  if (a->scale == 0) {
+    return nyb_fail(NYB_ERROR_VALUE,
+                    "attention.scale is 0; it must be set, usually to 1/sqrt(key_dim) = %g",
+                    1 / sqrt((double)a->key_dim));
+  }
+  return NYB_OK;
+}
+
+static nyb_status check_lengths(const nyb_attention *a) {
+  for (int64_t b = 0; b < a->batch; b++) {
+    if (a->lengths[b] < 0 || a->lengths[b] > a->capacity_tokens) {
+      return nyb_fail(NYB_ERROR_LENGTH,
+                      "attention.lengths[%lld] is %d; it must be 0 to capacity_tokens, %lld",
+                      (long long)b, (int)a->lengths[b], (long long)a->capacity_tokens);
+    }
+  }
+  return NYB_OK;
+}
+
+/* Everything that the call reads or writes, as views. */
+enum { MAX_INPUTS = 2 + 2 * NYB_STORED_MAX_VIEWS };
+typedef struct call_views {
+  nyb_view inputs[MAX_INPUTS];
+  int input_count;
+  nyb_view outputs[2];
+  int output_count;
+} call_views;
+
+static call_views views_of(const nyb_attention *a, const nyb_row_layout *key,
+                           const nyb_row_layout *value) {
+  call_views v = {.input_count = 0};
+  v.inputs[v.input_count++] =
+      (nyb_view){.owner = "attention.q",
+                 .member = "data",
+                 .data = a->q.data,
+                 .element_bytes = nyb_dtype_bytes(a->q.dtype),
+                 .row_elements = a->key_dim,
+                 .rank = 3,
+                 .shape = {a->batch, a->query_heads, a->query_len},
+                 .stride = {a->q.stride[0], a->q.stride[1], a->q.stride[2]}};
+  v.inputs[v.input_count++] = (nyb_view){.owner = "attention",
+                                         .member = "lengths",
+                                         .data = a->lengths,
+                                         .element_bytes = sizeof *a->lengths,
+                                         .row_elements = a->batch};
+  const int64_t shape[3] = {a->batch, a->kv_heads, a->capacity_tokens};
+  v.input_count += nyb_stored_views(key, &a->k, "attention.k", shape, v.inputs + v.input_count);
+  v.input_count += nyb_stored_views(value, &a->v, "attention.v", shape, v.inputs + v.input_count);
+  v.outputs[v.output_count++] =
+      (nyb_view){.owner = "attention.out",
+                 .member = "data",
+                 .data = a->out.data,
+                 .element_bytes = nyb_dtype_bytes(a->out.dtype),
+                 .row_elements = a->value_dim,
+                 .rank = 3,
+                 .shape = {a->batch, a->query_heads, a->query_len},
+                 .stride = {a->out.stride[0], a->out.stride[1], a->out.stride[2]}};
+  if (a->lse.data != NULL) {
+    v.outputs[v.output_count++] =
+        (nyb_view){.owner = "attention.lse",
+                   .member = "data",
+                   .data = a->lse.data,
+                   .element_bytes = sizeof(float),
+                   .row_elements = 1,
+                   .rank = 3,
+                   .shape = {a->batch, a->query_heads, a->query_len},
+                   .stride = {a->lse.stride[0], a->lse.stride[1], a->lse.stride[2]}};
+  }
+  return v;
+}
+
+/* planning: pointers that are NULL may still be set later. */
+static nyb_status check_views(const call_views *v, const nyb_extent *workspace, bool planning) {
+  nyb_extent inputs[MAX_INPUTS], outputs[2];
+  int input_count = 0, output_count = 0;
+  for (int i = 0; i < v->input_count; i++) {
+    if (planning && v->inputs[i].data == NULL) continue;
+    const nyb_status status = nyb_extent_of(&v->inputs[i], &inputs[input_count++]);
+    if (status != NYB_OK) return status;
+  }
+  for (int i = 0; i < v->output_count; i++) {
+    if (planning && v->outputs[i].data == NULL) continue;
+    const nyb_status status = nyb_extent_of_output(&v->outputs[i], &outputs[output_count++]);
+    if (status != NYB_OK) return status;
+  }
+  for (int o = 0; o < output_count; o++) {
+    for (int i = 0; i < input_count; i++) {
+      const nyb_status status = nyb_check_apart(&outputs[o], &inputs[i]);
+      if (status != NYB_OK) return status;
+    }
+  }
+  if (output_count == 2) {
+    const nyb_status status = nyb_check_apart(&outputs[1], &outputs[0]);
+    if (status != NYB_OK) return status;
+  }
+  for (int i = 0; workspace != NULL && i < input_count + output_count; i++) {
+    const nyb_status status =
+        nyb_check_apart(workspace, i < input_count ? &inputs[i] : &outputs[i - input_count]);
+    if (status != NYB_OK) return status;
+  }
+  return NYB_OK;
+}
+
+/* All checks that need no workspace; fills *call and *views. */
+static nyb_status check(nyb_context *context, const nyb_attention *a, nyb_attention_call *call,
+                        call_views *views) {
+  if (context == NULL || a == NULL) {
+    return nyb_fail(NYB_ERROR_NULL, "%s is NULL; it must be set",
+                    context == NULL ? "context" : "attention");
+  }
+  nyb_status status = nyb_check_struct("attention", a, a->struct_size, sizeof *a);
+  if (status == NYB_OK) status = check_sizes(a);
+  if (status == NYB_OK) status = check_choices(a);
+  if (status != NYB_OK) return status;
+  nyb_row_layout key, value;
+  status =
+      nyb_format_check(&a->k.format, "attention.k.format", a->key_dim, "attention.key_dim", &key);
+  if (status == NYB_OK) {
+    status = nyb_format_check(&a->v.format, "attention.v.format", a->value_dim,
+                              "attention.value_dim", &value);
+  }
+  if (status != NYB_OK) return status;
+  *call = (nyb_attention_call){.context = context,
+                               .attention = a,
+                               .key_format = key.id,
+                               .value_format = value.id,
+                               .heads_per_kv = a->query_heads / a->kv_heads};
+  *views = views_of(a, &key, &value);
+  return NYB_OK;
+}
+
+/* ---- Choosing the path ---------------------------------------------------------------------- */
+
+static nyb_path choose_path(const nyb_context *context, const nyb_attention *a,
+                            const char **reason) {
+  if (a->path != NYB_PATH_AUTO) {
+    *reason = "attention.path asks for it";
+    return a->path;
+  }
+  if (context->attention_path != NYB_PATH_AUTO) {
+    *reason = "NYBBLE_PATH asked for it when the context was made";
+    return context->attention_path;
+  }
+  *reason = "every format, head size and ratio is supported on the fused path of the CPU";
+  return NYB_PATH_FUSED;
+}
+
+static int64_t workspace_bytes_of(const nyb_attention_call *call, nyb_path path) {
+  return path == NYB_PATH_COMPAT ? nyb_attention_compat_workspace(call)
+                                 : nyb_attention_fused_workspace(call);
+}
+
+nyb_status nyb_attention_plan(nyb_context *context, const nyb_attention *attention,
+                              nyb_plan *plan) {
+  nyb_attention_call call;
+  call_views views;
+  if (plan == NULL) return nyb_fail(NYB_ERROR_NULL, "plan is NULL; it must point to an nyb_plan");
+  nyb_status status = nyb_check_struct("plan", NULL, plan->struct_size, sizeof *plan);
+  if (status == NYB_OK) status = check(context, attention, &call, &views);
+  if (status == NYB_OK) status = check_views(&views, NULL, true);
+  if (status != NYB_OK) return status;
+
+  const char *reason;
+  plan->path = choose_path(context, attention, &reason);
+  snprintf(plan->reason, sizeof plan->reason, "%s", reason);
+  plan->workspace_bytes = (size_t)workspace_bytes_of(&call, plan->path);
+  plan->key_kernel = plan->value_kernel = "";
+  if (plan->path == NYB_PATH_FUSED) {
+    const nyb_dispatch *dispatch = &context->dispatch;
+    plan->key_kernel =
+        nyb_kernel_entries[dispatch->entry[NYB_OPERATION_ATTENTION_SCORES][call.key_format]].name;
+    plan->value_kernel =
+        nyb_kernel_entries[dispatch->entry[NYB_OPERATION_ATTENTION_VALUES][call.value_format]].name;
+  }
+  return NYB_OK;
+}
+
+/* ---- Run ------------------------------------------------------------------------------------ */
+
+static nyb_status check_workspace(void *workspace, size_t bytes, int64_t needed) {
+  if (needed > 0 && workspace == NULL) {
+    return nyb_fail(NYB_ERROR_WORKSPACE, "workspace is NULL; it must have %lld bytes",
+                    (long long)needed);
+  }
+  if ((int64_t)bytes < needed) {
+    return nyb_fail(NYB_ERROR_WORKSPACE, "workspace_bytes is %zu; it must be at least %lld", bytes,
+                    (long long)needed);
+  }
+  if ((uintptr_t)workspace % NYB_WORKSPACE_ALIGNMENT != 0) {
+    return nyb_fail(NYB_ERROR_WORKSPACE, "workspace is at %p; it must be a multiple of %d",
+                    workspace, NYB_WORKSPACE_ALIGNMENT);
+  }
+  return NYB_OK;
+}
+
+nyb_status nyb_attention_run(nyb_context *context, const nyb_attention *attention, void *workspace,
+                             size_t workspace_bytes, nyb_stream stream) {
+  nyb_attention_call call;
+  call_views views;
+  nyb_status status = check(context, attention, &call, &views);
+  if (status != NYB_OK) return status;
+  if (stream != NULL) {
+    return nyb_fail(NYB_ERROR_VALUE, "stream is %p; it must be NULL on the CPU", stream);
+  }
+  const char *reason;
+  const nyb_path path = choose_path(context, attention, &reason);
+  const int64_t needed = workspace_bytes_of(&call, path);
+  status = check_workspace(workspace, workspace_bytes, needed);
+  if (status != NYB_OK) return status;
+  const nyb_view workspace_view = {.owner = "workspace",
+                                   .member = "",
+                                   .data = workspace,
+                                   .element_bytes = 1,
+                                   .row_elements = needed};
+  nyb_extent workspace_extent;
+  status = nyb_extent_of(&workspace_view, &workspace_extent);
+  if (status == NYB_OK) status = check_views(&views, &workspace_extent, false);
+  if (status == NYB_OK) status = check_lengths(attention);
+  if (status != NYB_OK) return status;
+
+  if (path == NYB_PATH_COMPAT) {
+    nyb_attention_compat_run(&call, workspace);
+    nyb_count(context, NYB_COUNTER_ATTENTION_COMPAT);
+  } else {
+    nyb_attention_fused_run(&call, workspace);
+    nyb_count(context, NYB_COUNTER_ATTENTION_FUSED);
+  }
+  return NYB_OK;
+}
+
+/* ---- Rows in and out, for both paths -------------------------------------------------------- */
+
+static void widen(const void *data, nyb_dtype dtype, int64_t count, float *to) {
+  switch (dtype) {
+    case NYB_F32: memcpy(to, data, (size_t)count * sizeof(float)); break;
+    case NYB_F16:
+      for (int64_t i = 0; i < count; i++) to[i] = nyb_f32_from_f16(((const uint16_t *)data)[i]);
+      break;
+    case NYB_BF16:
+      for (int64_t i = 0; i < count; i++) to[i] = nyb_f32_from_bf16(((const uint16_t *)data)[i]);
+      break;
+  }
+}
+
+void nyb_load_query(const nyb_attention *a, int64_t batch, int64_t head, int64_t row, float *q) {
+  const nyb_dtype dtype = a->q.dtype;
+  const int64_t offset = batch * a->q.stride[0] + head * a->q.stride[1] + row * a->q.stride[2];
+  widen((const char *)a->q.data + offset * (int64_t)nyb_dtype_bytes(dtype), dtype, a->key_dim, q);
+  if (a->scale == 1) return;
+  if (a->rounding == NYB_ROUNDING_EXACT) {
+    for (int64_t d = 0; d < a->key_dim; d++) q[d] *= a->scale;
+    return;
+  }
+  const float scale = nyb_round_to(dtype, a->scale);
+  for (int64_t d = 0; d < a->key_dim; d++) q[d] = nyb_round_to(dtype, q[d] * scale);
+}
+
+void nyb_store_row(const nyb_attention *a, int64_t batch, int64_t head, int64_t row,
+                   const float *values, float lse) {
+  const nyb_dtype dtype = a->out.dtype;
+  const int64_t offset =
+      batch * a->out.stride[0] + head * a->out.stride[1] + row * a->out.stride[2];
+  char *out = (char *)a->out.data + offset * (int64_t)nyb_dtype_bytes(dtype);
+  for (int64_t d = 0; d < a->value_dim; d++) nyb_store_f32(out, dtype, d, values[d]);
+  if (a->lse.data != NULL) {
+    ((float *)
+         a->lse.data)[batch * a->lse.stride[0] + head * a->lse.stride[1] + row * a->lse.stride[2]] =
+        lse;
+  }
+}

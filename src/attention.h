@@ -1,0 +1,43 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What attention.c hands to the two paths once a descriptor has been checked. */
+#ifndef NYB_ATTENTION_H
+#define NYB_ATTENTION_H
+
+#include "context.h"
+#include "kernels.h"
+#include "nybble.h"
+
+/* Chunks of tokens are attended on their own and merged in ascending order. The size is part of the
+ * result's bits: it depends on nothing. */
+enum { NYB_CHUNK_TOKENS = 1024 };
+
+typedef struct nyb_attention_call {
+  nyb_context *context;
+  const nyb_attention *attention;
+  nyb_format_id key_format, value_format;
+  int64_t heads_per_kv; /* query heads that share a KV head */
+} nyb_attention_call;
+
+/* Tokens that query row `row` of a sequence of `length` tokens sees: the first ones. */
+static inline int64_t nyb_visible_tokens(const nyb_attention *attention, int64_t length,
+                                         int64_t row) {
+  if (attention->mask == NYB_MASK_NONE) return length;
+  const int64_t visible = length - attention->query_len + row + 1;
+  return visible > 0 ? visible : 0;
+}
+
+/* One query row times the scale, rounded as the call asks for, to floats. */
+void nyb_load_query(const nyb_attention *attention, int64_t batch, int64_t head, int64_t row,
+                    float *q);
+/* A finished row, and its lse where one is wanted. */
+void nyb_store_row(const nyb_attention *attention, int64_t batch, int64_t head, int64_t row,
+                   const float *values, float lse);
+
+/* Workspace in bytes, 64-aligned; -1 where it does not fit an int64. */
+int64_t nyb_attention_fused_workspace(const nyb_attention_call *call);
+int64_t nyb_attention_compat_workspace(const nyb_attention_call *call);
+
+void nyb_attention_fused_run(const nyb_attention_call *call, char *workspace);
+void nyb_attention_compat_run(const nyb_attention_call *call, char *workspace);
+
+#endif

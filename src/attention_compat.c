@@ -1,0 +1,121 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The compat path: the steps of docs/numerics.md, section 2, one after the other, with f32 sums,
+ * one per row in ascending order. It materialises a score row and takes one element at a time. It
+ * is what the fused path is held against, and is never deleted. */
+#include <math.h>
+#include <stdatomic.h>
+
+#include "attention.h"
+#include "numeric.h"
+
+typedef struct compat_run {
+  const nyb_attention_call *call;
+  char *workspace;
+  int64_t rows; /* batch * query_heads * query_len */
+  _Atomic int64_t next_row;
+} compat_run;
+
+static int64_t score_row_bytes(const nyb_attention *a) {
+  return (a->capacity_tokens * (int64_t)sizeof(float) + 63) / 64 * 64;
+}
+
+static int64_t row_bytes(int64_t dim) { return (dim * (int64_t)sizeof(float) + 63) / 64 * 64; }
+
+static int64_t worker_bytes(const nyb_attention *a) {
+  return score_row_bytes(a) + row_bytes(a->key_dim) + row_bytes(a->value_dim);
+}
+
+int64_t nyb_attention_compat_workspace(const nyb_attention_call *call) {
+  return call->context->threads * worker_bytes(call->attention);
+}
+
+/* One stored row, and its element d as the products of section 2 see it: scale * code + bias. */
+typedef struct stored_row {
+  const nyb_format *format;
+  const uint8_t *codes;
+  const void *scales, *biases;
+} stored_row;
+
+static stored_row row_at(const nyb_stored *stored, int64_t batch, int64_t head, int64_t token) {
+  const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(stored->format.dtype);
+  const int64_t code_bytes = stored->format.scheme == NYB_AFFINE ? 4 : scale_bytes;
+  stored_row row = {.format = &stored->format};
+#define NYB_AT(array, bytes)                                               \
+  ((const uint8_t *)stored->array +                                        \
+   (batch * stored->array##_stride[0] + head * stored->array##_stride[1] + \
+    token * stored->array##_stride[2]) *                                   \
+       (bytes))
+  row.codes = NYB_AT(codes, code_bytes);
+  if (stored->format.scheme == NYB_AFFINE) {
+    row.scales = NYB_AT(scales, scale_bytes);
+    row.biases = NYB_AT(biases, scale_bytes);
+  }
+#undef NYB_AT
+  return row;
+}
+
+static float element_at(const stored_row *row, int64_t d) {
+  const nyb_format *format = row->format;
+  if (format->scheme == NYB_PLAIN) return nyb_load_f32(row->codes, format->dtype, d);
+  const int64_t bit = d * format->bits;
+  uint32_t window = row->codes[bit / 8];
+  if (bit % 8 + format->bits > 8) window |= (uint32_t)row->codes[bit / 8 + 1] << 8;
+  const uint32_t code = (window >> (bit % 8)) & ((1u << format->bits) - 1);
+  const int64_t group = d / format->group_size;
+  return nyb_load_f32(row->scales, format->dtype, group) * (float)code +
+         nyb_load_f32(row->biases, format->dtype, group);
+}
+
+static void attend_row(const compat_run *run, int64_t index, char *memory) {
+  const nyb_attention *a = run->call->attention;
+  float *scores = (float *)(void *)memory;
+  float *q = (float *)(void *)(memory + score_row_bytes(a));
+  float *out = (float *)(void *)(memory + score_row_bytes(a) + row_bytes(a->key_dim));
+  const int64_t row = index % a->query_len;
+  const int64_t head = index / a->query_len % a->query_heads;
+  const int64_t batch = index / a->query_len / a->query_heads;
+  const int64_t kv_head = head / run->call->heads_per_kv;
+  const nyb_dtype round_to = a->rounding == NYB_ROUNDING_MLX ? a->q.dtype : NYB_F32;
+  const int64_t visible = nyb_visible_tokens(a, a->lengths[batch], row);
+
+  nyb_load_query(a, batch, head, row, q);
+  float maximum = -INFINITY;
+  for (int64_t n = 0; n < visible; n++) {
+    const stored_row key = row_at(&a->k, batch, kv_head, n);
+    float score = 0;
+    for (int64_t d = 0; d < a->key_dim; d++) score += q[d] * element_at(&key, d);
+    scores[n] = nyb_round_to(round_to, score);
+    if (!(scores[n] <= maximum)) maximum = scores[n]; /* NaN sticks: the row becomes NaN */
+  }
+  float sum = 0;
+  for (int64_t n = 0; n < visible; n++) {
+    scores[n] = expf(scores[n] - maximum);
+    sum += scores[n];
+  }
+  const float reciprocal = 1 / sum;
+  for (int64_t d = 0; d < a->value_dim; d++) out[d] = 0;
+  for (int64_t n = 0; n < visible; n++) {
+    const float p = nyb_round_to(round_to, scores[n] * reciprocal);
+    const stored_row value = row_at(&a->v, batch, kv_head, n);
+    for (int64_t d = 0; d < a->value_dim; d++) out[d] += p * element_at(&value, d);
+  }
+  nyb_store_row(a, batch, head, row, out, visible == 0 ? -INFINITY : maximum + logf(sum));
+}
+
+static void work(void *data, int64_t worker) {
+  compat_run *run = data;
+  char *memory = run->workspace + worker * worker_bytes(run->call->attention);
+  for (;;) {
+    const int64_t row = atomic_fetch_add_explicit(&run->next_row, 1, memory_order_relaxed);
+    if (row >= run->rows) return;
+    attend_row(run, row, memory);
+  }
+}
+
+void nyb_attention_compat_run(const nyb_attention_call *call, char *workspace) {
+  const nyb_attention *a = call->attention;
+  compat_run run = {
+      .call = call, .workspace = workspace, .rows = a->batch * a->query_heads * a->query_len};
+  const int64_t threads = call->context->threads;
+  nyb_parallel(call->context, threads < run.rows ? threads : run.rows, work, &run);
+}

@@ -1,0 +1,179 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The vector vocabulary of attention_kernel.inc.h for AVX2 with FMA and F16C; what each function
+ * does stands in simd_scalar.h. */
+#ifndef NYB_SIMD_AVX2_H
+#define NYB_SIMD_AVX2_H
+
+#include <immintrin.h>
+
+#include "../numeric.h"
+
+#define NYB_ISA_SUFFIX avx2
+enum { VECTOR_LANES = 8, DOT_ROWS = 4, DOT_VECTORS = 2, SUM_VECTORS = 2 };
+
+typedef __m256 vf;
+typedef __m256i vi;
+
+static inline vf vf_zero(void) { return _mm256_setzero_ps(); }
+static inline vf vf_set1(float x) { return _mm256_set1_ps(x); }
+static inline vf vf_load(const float *p) { return _mm256_loadu_ps(p); }
+static inline void vf_store(float *p, vf x) { _mm256_storeu_ps(p, x); }
+static inline vf vf_add(vf a, vf b) { return _mm256_add_ps(a, b); }
+static inline vf vf_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
+static inline vf vf_mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
+static inline vf vf_fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+static inline vf vf_max(vf a, vf b) { return _mm256_max_ps(a, b); }
+static inline vf vf_abs(vf a) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), a); }
+
+static inline float vf_reduce_add(vf a) {
+  __m128 x = _mm_add_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  x = _mm_add_ps(x, _mm_movehl_ps(x, x));
+  x = _mm_add_ss(x, _mm_movehdup_ps(x));
+  return _mm_cvtss_f32(x);
+}
+
+static inline float vf_reduce_max(vf a) {
+  __m128 x = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
+  x = _mm_max_ps(x, _mm_movehl_ps(x, x));
+  x = _mm_max_ss(x, _mm_movehdup_ps(x));
+  return _mm_cvtss_f32(x);
+}
+
+static inline vf vf_from_vi(vi a) { return _mm256_cvtepi32_ps(a); }
+static inline vi vi_from_vf(vf a) { return _mm256_cvtps_epi32(a); }
+
+static inline vf vf_round_bf16(vf a) {
+  const vi bits = _mm256_castps_si256(a);
+  const vi odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const vi rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const vf kept = _mm256_castsi256_ps(_mm256_and_si256(rounded, _mm256_set1_epi32(-65536)));
+  return _mm256_blendv_ps(kept, a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
+}
+
+static inline vf vf_round_f16(vf a) {
+  return _mm256_cvtph_ps(_mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+static inline vf vf_load_bf16(const uint16_t *p) {
+  const vi wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+static inline vf vf_load_f16(const uint16_t *p) {
+  return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+
+static inline vi lanes_below(int64_t n) {
+  const vi lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_cmpgt_epi32(_mm256_set1_epi32((int32_t)(n > 8 ? 8 : n)), lane);
+}
+static inline vf vf_keep_first(vf a, int64_t n) {
+  return _mm256_and_ps(a, _mm256_castsi256_ps(lanes_below(n)));
+}
+
+static inline vf vf_scale_by_power(vf a, vf e) {
+  const vi biased = _mm256_add_epi32(_mm256_cvtps_epi32(e), _mm256_set1_epi32(127));
+  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
+}
+static inline vf vf_round(vf a) {
+  return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+static inline vf vf_zero_below(vf a, vf x, float limit) {
+  return _mm256_and_ps(a, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_NLT_UQ));
+}
+
+static inline vi vi_zero(void) { return _mm256_setzero_si256(); }
+static inline vi vi_set1(int32_t x) { return _mm256_set1_epi32(x); }
+static inline vi vi_load(const int32_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+static inline void vi_store(int32_t *p, vi x) { _mm256_storeu_si256((__m256i *)p, x); }
+static inline vi vi_add(vi a, vi b) { return _mm256_add_epi32(a, b); }
+static inline vi vi_and(vi a, vi b) { return _mm256_and_si256(a, b); }
+static inline vi vi_shift_right(vi a, int bits) { return _mm256_srli_epi32(a, bits); }
+static inline vi vi_dot16(vi acc, vi a, vi b) {
+  return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b));
+}
+
+static inline void load_words_transposed(const char *const *rows, int64_t first_word, int64_t count,
+                                         vi *words) {
+  vi r[8], p[8];
+  if (count == 8) {
+    for (int t = 0; t < 8; t++) {
+      r[t] = _mm256_loadu_si256((const __m256i *)(const void *)(rows[t] + first_word * 4));
+    }
+  } else {
+    const vi mask = lanes_below(count);
+    for (int t = 0; t < 8; t++) {
+      r[t] = _mm256_maskload_epi32((const int *)(const void *)(rows[t] + first_word * 4), mask);
+    }
+  }
+  /* 8x8: pairs of words, pairs of pairs, then halves. */
+  for (int t = 0; t < 8; t += 2) {
+    p[t] = _mm256_unpacklo_epi32(r[t], r[t + 1]);
+    p[t + 1] = _mm256_unpackhi_epi32(r[t], r[t + 1]);
+  }
+  for (int t = 0; t < 8; t += 4) {
+    r[t] = _mm256_unpacklo_epi64(p[t], p[t + 2]);
+    r[t + 1] = _mm256_unpackhi_epi64(p[t], p[t + 2]);
+    r[t + 2] = _mm256_unpacklo_epi64(p[t + 1], p[t + 3]);
+    r[t + 3] = _mm256_unpackhi_epi64(p[t + 1], p[t + 3]);
+  }
+  for (int j = 0; j < 4; j++) {
+    words[j] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x20);
+    words[j + 4] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x31);
+  }
+}
+
+/* Eight codes start at a byte boundary and fill `bits` bytes. Lanes 0-3 are cut from the 32-bit
+ * window at the first byte, lanes 4-7 from a later one. Windows never reach past the 32 elements
+ * that share whole words. */
+static inline vi decode_codes_int(const char *row, int64_t element, int bits) {
+  const char *bytes = row + element / 8 * bits;
+  if (bits == 8) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)bytes));
+  }
+  const vi mask = _mm256_set1_epi32((1 << bits) - 1);
+  int32_t low, high;
+  if (bits == 4) {
+    memcpy(&low, bytes, 4);
+    const vi shifts = _mm256_setr_epi32(0, 4, 8, 12, 16, 20, 24, 28);
+    return _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(low), shifts), mask);
+  }
+  if (bits == 2) {
+    const int64_t odd = element / 8 & 1; /* the window holds 16 elements */
+    memcpy(&low, bytes - 2 * odd, 4);
+    const vi shifts = _mm256_add_epi32(_mm256_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14),
+                                       _mm256_set1_epi32((int32_t)(16 * odd)));
+    return _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(low), shifts), mask);
+  }
+  if (bits == 3) { /* 24 bits; the last of four reads one byte earlier */
+    const int64_t last = (element / 8 & 3) == 3;
+    memcpy(&low, bytes - last, 4);
+    const vi shifts = _mm256_add_epi32(_mm256_setr_epi32(0, 3, 6, 9, 12, 15, 18, 21),
+                                       _mm256_set1_epi32((int32_t)(8 * last)));
+    return _mm256_and_si256(_mm256_srlv_epi32(_mm256_set1_epi32(low), shifts), mask);
+  }
+  /* 5 bits: 40 bits, second window at bit 8; 6 bits: 48 bits, second window at bit 16 */
+  memcpy(&low, bytes, 4);
+  memcpy(&high, bytes + bits - 4, 4);
+  const vi windows = _mm256_inserti128_si256(_mm256_set1_epi32(low), _mm_set1_epi32(high), 1);
+  const vi shifts = bits == 5 ? _mm256_setr_epi32(0, 5, 10, 15, 12, 17, 22, 27)
+                              : _mm256_setr_epi32(0, 6, 12, 18, 8, 14, 20, 26);
+  return _mm256_and_si256(_mm256_srlv_epi32(windows, shifts), mask);
+}
+
+static inline vf decode_codes(const char *row, int64_t element, int bits) {
+  return _mm256_cvtepi32_ps(decode_codes_int(row, element, bits));
+}
+
+static inline void unpack_codes(const char *row, int64_t element, int64_t count, int bits,
+                                uint8_t *codes) {
+  for (int64_t i = 0; i < count; i += 16) {
+    const vi a = decode_codes_int(row, element + i, bits);
+    const vi b = decode_codes_int(row, element + i + 8, bits);
+    const vi words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
+    const __m128i packed =
+        _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+    _mm_storeu_si128((__m128i *)(void *)(codes + i), packed);
+  }
+}
+
+#endif

@@ -1,0 +1,120 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The vector vocabulary of attention_kernel.inc.h for AArch64 Advanced SIMD; what each function
+ * does stands in simd_scalar.h. */
+#ifndef NYB_SIMD_NEON_H
+#define NYB_SIMD_NEON_H
+
+#include <arm_neon.h>
+
+#include "../numeric.h"
+
+#define NYB_ISA_SUFFIX neon
+enum { VECTOR_LANES = 4, DOT_ROWS = 4, DOT_VECTORS = 4, SUM_VECTORS = 4 };
+
+typedef float32x4_t vf;
+typedef int32x4_t vi;
+
+static inline vf vf_zero(void) { return vdupq_n_f32(0); }
+static inline vf vf_set1(float x) { return vdupq_n_f32(x); }
+static inline vf vf_load(const float *p) { return vld1q_f32(p); }
+static inline void vf_store(float *p, vf x) { vst1q_f32(p, x); }
+static inline vf vf_add(vf a, vf b) { return vaddq_f32(a, b); }
+static inline vf vf_sub(vf a, vf b) { return vsubq_f32(a, b); }
+static inline vf vf_mul(vf a, vf b) { return vmulq_f32(a, b); }
+static inline vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
+static inline vf vf_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+static inline vf vf_abs(vf a) { return vabsq_f32(a); }
+static inline float vf_reduce_add(vf a) { return vaddvq_f32(a); }
+static inline float vf_reduce_max(vf a) { return vmaxvq_f32(a); }
+static inline vf vf_from_vi(vi a) { return vcvtq_f32_s32(a); }
+static inline vi vi_from_vf(vf a) { return vcvtnq_s32_f32(a); }
+
+static inline vf vf_round_bf16(vf a) {
+  const uint32x4_t bits = vreinterpretq_u32_f32(a);
+  const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
+  const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  const vf kept = vreinterpretq_f32_u32(vandq_u32(rounded, vdupq_n_u32(0xffff0000u)));
+  return vbslq_f32(vceqq_f32(a, a), kept, a);
+}
+static inline vf vf_round_f16(vf a) { return vcvt_f32_f16(vcvt_f16_f32(a)); }
+static inline vf vf_load_bf16(const uint16_t *p) {
+  return vreinterpretq_f32_u32(vshll_n_u16(vld1_u16(p), 16));
+}
+static inline vf vf_load_f16(const uint16_t *p) {
+  return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+static inline vf vf_keep_first(vf a, int64_t n) {
+  static const int32_t lane[4] = {0, 1, 2, 3};
+  const uint32x4_t keep = vcltq_s32(vld1q_s32(lane), vdupq_n_s32((int32_t)(n > 4 ? 4 : n)));
+  return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), keep));
+}
+static inline vf vf_scale_by_power(vf a, vf e) {
+  const int32x4_t biased = vaddq_s32(vcvtnq_s32_f32(e), vdupq_n_s32(127));
+  return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23)));
+}
+static inline vf vf_round(vf a) { return vrndnq_f32(a); }
+static inline vf vf_zero_below(vf a, vf x, float limit) {
+  const uint32x4_t below = vcltq_f32(x, vdupq_n_f32(limit));
+  return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a), below));
+}
+
+static inline vi vi_zero(void) { return vdupq_n_s32(0); }
+static inline vi vi_set1(int32_t x) { return vdupq_n_s32(x); }
+static inline vi vi_load(const int32_t *p) { return vld1q_s32(p); }
+static inline void vi_store(int32_t *p, vi x) { vst1q_s32(p, x); }
+static inline vi vi_add(vi a, vi b) { return vaddq_s32(a, b); }
+static inline vi vi_and(vi a, vi b) { return vandq_s32(a, b); }
+static inline vi vi_shift_right(vi a, int bits) {
+  return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(a), vdupq_n_s32(-bits)));
+}
+static inline vi vi_dot16(vi acc, vi a, vi b) {
+  const int16x8_t x = vreinterpretq_s16_s32(a), y = vreinterpretq_s16_s32(b);
+  const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
+  return vaddq_s32(acc, vpaddq_s32(low, vmull_high_s16(x, y)));
+}
+
+static inline void load_words_transposed(const char *const *rows, int64_t first_word, int64_t count,
+                                         vi *words) {
+  int32_t block[4][4] = {{0}};
+  for (int t = 0; t < 4; t++) {
+    memcpy(block[t], rows[t] + first_word * 4, (size_t)count * 4);
+  }
+  const int32x4x2_t low = vtrnq_s32(vld1q_s32(block[0]), vld1q_s32(block[1]));
+  const int32x4x2_t high = vtrnq_s32(vld1q_s32(block[2]), vld1q_s32(block[3]));
+  for (int j = 0; j < 2; j++) {
+    words[j] = vcombine_s32(vget_low_s32(low.val[j]), vget_low_s32(high.val[j]));
+    words[j + 2] = vcombine_s32(vget_high_s32(low.val[j]), vget_high_s32(high.val[j]));
+  }
+}
+
+/* Four codes fit one 32-bit window. It starts at the byte of the first code, or earlier where it
+ * would otherwise reach past the 32 elements that share whole words. */
+static inline vi decode_codes_int(const char *row, int64_t element, int bits) {
+  static const int32_t lane[4] = {0, 1, 2, 3};
+  const int64_t first_bit = element * bits;
+  const int64_t words_end = (element / 32 + 1) * 32 * bits / 8;
+  int64_t byte = first_bit / 8;
+  if (byte > words_end - 4) byte = words_end - 4;
+  uint32_t window;
+  memcpy(&window, row + byte, 4);
+  const int32x4_t right =
+      vmlaq_n_s32(vdupq_n_s32((int32_t)(first_bit - byte * 8)), vld1q_s32(lane), bits);
+  const uint32x4_t shifted = vshlq_u32(vdupq_n_u32(window), vnegq_s32(right));
+  return vreinterpretq_s32_u32(vandq_u32(shifted, vdupq_n_u32((1u << bits) - 1)));
+}
+
+static inline vf decode_codes(const char *row, int64_t element, int bits) {
+  return vcvtq_f32_s32(decode_codes_int(row, element, bits));
+}
+
+static inline void unpack_codes(const char *row, int64_t element, int64_t count, int bits,
+                                uint8_t *codes) {
+  for (int64_t i = 0; i < count; i += 8) {
+    const uint16x4_t a = vmovn_u32(vreinterpretq_u32_s32(decode_codes_int(row, element + i, bits)));
+    const uint16x4_t b =
+        vmovn_u32(vreinterpretq_u32_s32(decode_codes_int(row, element + i + 4, bits)));
+    vst1_u8(codes + i, vmovn_u16(vcombine_u16(a, b)));
+  }
+}
+
+#endif

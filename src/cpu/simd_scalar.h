@@ -1,0 +1,83 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The vector vocabulary of attention_kernel.inc.h for a vector of one lane: plain C. */
+#ifndef NYB_SIMD_SCALAR_H
+#define NYB_SIMD_SCALAR_H
+
+#include <math.h>
+
+#include "../numeric.h"
+
+#define NYB_ISA_SUFFIX scalar
+enum { VECTOR_LANES = 1, DOT_ROWS = 4, DOT_VECTORS = 2, SUM_VECTORS = 2 };
+
+typedef float vf;
+typedef int32_t vi;
+
+static inline vf vf_zero(void) { return 0; }
+static inline vf vf_set1(float x) { return x; }
+static inline vf vf_load(const float *p) { return *p; }
+static inline void vf_store(float *p, vf x) { *p = x; }
+static inline vf vf_add(vf a, vf b) { return a + b; }
+static inline vf vf_sub(vf a, vf b) { return a - b; }
+static inline vf vf_mul(vf a, vf b) { return a * b; }
+/* Not fused here: the baseline has no such instruction, and libm's is a call. */
+static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
+/* The larger one; b where either is NaN. */
+static inline vf vf_max(vf a, vf b) { return a > b ? a : b; }
+static inline vf vf_abs(vf a) { return fabsf(a); }
+static inline float vf_reduce_add(vf a) { return a; }
+static inline float vf_reduce_max(vf a) { return a; }
+static inline vf vf_from_vi(vi a) { return (float)a; }
+static inline vi vi_from_vf(vf a) { return (vi)lrintf(a); }
+static inline vf vf_round_bf16(vf a) { return nyb_round_to(NYB_BF16, a); }
+static inline vf vf_round_f16(vf a) { return nyb_round_to(NYB_F16, a); }
+static inline vf vf_load_bf16(const uint16_t *p) { return nyb_f32_from_bf16(*p); }
+static inline vf vf_load_f16(const uint16_t *p) { return nyb_f32_from_f16(*p); }
+/* a where lane index < n, else 0. */
+static inline vf vf_keep_first(vf a, int64_t n) { return n > 0 ? a : 0; }
+/* a * 2^e for integral e held in a float; |e| < 127 */
+static inline vf vf_scale_by_power(vf a, vf e) {
+  return a * nyb_f32_from_bits((uint32_t)((int32_t)e + 127) << 23);
+}
+static inline vf vf_round(vf a) { return rintf(a); }
+/* a where x >= limit or x is NaN, else 0 */
+static inline vf vf_zero_below(vf a, vf x, float limit) { return x < limit ? 0 : a; }
+
+static inline vi vi_zero(void) { return 0; }
+static inline vi vi_set1(int32_t x) { return x; }
+static inline vi vi_load(const int32_t *p) { return *p; }
+static inline void vi_store(int32_t *p, vi x) { *p = x; }
+static inline vi vi_add(vi a, vi b) { return a + b; }
+static inline vi vi_and(vi a, vi b) { return a & b; }
+static inline vi vi_shift_right(vi a, int bits) { return (vi)((uint32_t)a >> bits); }
+/* acc + a.lo16 * b.lo16 + a.hi16 * b.hi16 in each lane, as signed 16-bit numbers */
+static inline vi vi_dot16(vi acc, vi a, vi b) {
+  return acc + (int16_t)(a & 0xffff) * (int16_t)(b & 0xffff) +
+         (int16_t)((uint32_t)a >> 16) * (int16_t)((uint32_t)b >> 16);
+}
+
+/* words[j] = lane t: word first_word + j of rows[t], for j < count <= VECTOR_LANES */
+static inline void load_words_transposed(const char *const *rows, int64_t first_word, int64_t count,
+                                         vi *words) {
+  (void)count;
+  memcpy(&words[0], rows[0] + first_word * 4, 4);
+}
+
+/* The codes of elements element .. element+VECTOR_LANES-1 of a row; element is a multiple of
+ * VECTOR_LANES. */
+static inline vf decode_codes(const char *row, int64_t element, int bits) {
+  const unsigned char *bytes = (const unsigned char *)row;
+  const int64_t bit = element * bits;
+  uint32_t window = bytes[bit / 8];
+  if (bit % 8 + bits > 8) window |= (uint32_t)bytes[bit / 8 + 1] << 8;
+  return (float)((window >> (bit % 8)) & ((1u << bits) - 1));
+}
+/* The same codes as bytes, for one whole group. */
+static inline void unpack_codes(const char *row, int64_t element, int64_t count, int bits,
+                                uint8_t *codes) {
+  for (int64_t i = 0; i < count; i++) {
+    codes[i] = (uint8_t)decode_codes(row, element + i, bits);
+  }
+}
+
+#endif
