@@ -6,6 +6,7 @@
 
 #include "../kernels.h"
 #include "../numeric.h"
+#include "quantize_group.h"
 
 /* ---- Codes in a little-endian bit stream -------------------------------------------------- */
 
@@ -32,43 +33,11 @@ static void unpack_eight(const uint8_t *bytes, int bits, uint8_t codes[8]) {
 
 /* ---- Affine quantize ---------------------------------------------------------------------- */
 
-typedef struct group_parameters {
-  float scale; /* not rounded to the dtype: the codes are computed with this one */
-  float bias;
-} group_parameters;
-
-static float round_code(nyb_rule rule, float quotient) {
-  return rule == NYB_RULE_MLX_CPU ? rintf(quotient) : roundf(quotient);
-}
-
-/* False where the group holds a NaN or an infinity, or its scale or bias overflows the dtype. */
-static bool find_parameters(const nyb_quantize_span *span, int64_t first, float highest_code,
-                            group_parameters *parameters) {
-  float minimum = INFINITY;
-  float maximum = span->rule == NYB_RULE_MLX_CPU ? -INFINITY : 0.0f;
-  for (int64_t i = first; i < first + span->group_size; i++) {
-    const float value = nyb_load_f32(span->input, span->input_dtype, i);
-    if (!isfinite(value)) return false;
-    if (value < minimum) minimum = value;
-    if (value > maximum) maximum = value;
-  }
-  const bool minimum_is_edge = fabsf(minimum) > fabsf(maximum);
-  float scale = (maximum - minimum) / highest_code;
-  if (scale < 1e-7f) scale = 1e-7f;
-  if (!minimum_is_edge) scale = -scale;
-  const float edge = minimum_is_edge ? minimum : maximum;
-  const float edge_code = round_code(span->rule, edge / scale);
-  parameters->scale = edge_code != 0.0f ? edge / edge_code : scale;
-  parameters->bias = edge_code != 0.0f ? edge : 0.0f;
-  return isfinite(nyb_round_to(span->scale_dtype, parameters->scale)) &&
-         isfinite(nyb_round_to(span->scale_dtype, parameters->bias));
-}
-
 /* In a constant group so large that edge / 1e-7 overflows, scale is 0 and the quotient 0 / 0: such
  * a NaN becomes code 0, which dequantizes to the bias and hence to the constant. */
-static uint8_t code_of(nyb_rule rule, float value, group_parameters parameters,
+static uint8_t code_of(nyb_rule rule, float value, nyb_group_parameters parameters,
                        float highest_code) {
-  const float code = round_code(rule, (value - parameters.bias) / parameters.scale);
+  const float code = nyb_round_code(rule, (value - parameters.bias) / parameters.scale);
   if (!(code > 0.0f)) return 0;
   return (uint8_t)(code < highest_code ? code : highest_code);
 }
@@ -78,8 +47,8 @@ static int64_t quantize_affine(const nyb_quantize_span *span, int bits) {
   uint8_t *bytes = span->codes;
   for (int64_t group = 0; group < span->groups; group++) {
     const int64_t first = group * span->group_size;
-    group_parameters parameters;
-    if (!find_parameters(span, first, highest_code, &parameters)) return group;
+    nyb_group_parameters parameters;
+    if (!nyb_find_parameters(span, first, highest_code, &parameters)) return group;
     if (bytes == NULL) continue;
     for (int64_t i = first; i < first + span->group_size; i += 8) {
       uint8_t codes[8];
