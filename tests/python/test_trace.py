@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import math
@@ -17,8 +18,7 @@ np = pytest.importorskip("numpy", reason="numpy is not installed")
 ROOT = Path(__file__).resolve().parents[2]
 SHIPPED = ROOT / "examples" / "smollm2-135m.safetensors"
 sys.path.insert(0, str(ROOT / "scripts"))
-
-import record_trace as rt
+rt = importlib.import_module("record_trace")  # found by the path above
 
 PARTS = ("query", "key", "value")
 METADATA = {"model": "m", "prompt_tokens": "3", "scale": "0.5", "text": "t", "recorded_by": "r"}
