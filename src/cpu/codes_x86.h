@@ -21,11 +21,18 @@ NYB_INLINE_CODES void nyb_store_lane(__m128i lane, int bits, uint8_t *bytes) {
   if (bits > 4) memcpy(bytes + 8, &high, (size_t)(2 * bits - 8));
 }
 
+/* Loads of 4 or 8 bytes and of 2 or 4 more: one of 6 bytes would go through the stack. */
 NYB_INLINE_CODES __m128i nyb_load_lane(const uint8_t *bytes, int bits) {
-  uint64_t low = 0, high = 0;
-  memcpy(&low, bytes, (size_t)(bits < 4 ? 2 * bits : 8));
-  if (bits > 4) memcpy(&high, bytes + 8, (size_t)(2 * bits - 8));
-  return _mm_set_epi64x((int64_t)high, (int64_t)low);
+  uint64_t eight = 0;
+  uint32_t four = 0;
+  uint16_t two = 0;
+  memcpy(&four, bytes + (bits == 6 ? 8 : 0), 4);
+  if (bits >= 4) memcpy(&eight, bytes, 8);
+  if (bits == 3 || bits == 5) memcpy(&two, bytes + 2 * bits - 2, 2);
+  if (bits < 4) return _mm_insert_epi16(_mm_cvtsi32_si128((int)four), two, 2);
+  const __m128i lane = _mm_cvtsi64_si128((int64_t)eight);
+  if (bits == 5) return _mm_insert_epi16(lane, two, 4);
+  return bits == 6 ? _mm_insert_epi32(lane, (int)four, 2) : lane;
 }
 
 /* For _mm256_shuffle_epi8: the first `bits` bytes of each 64-bit element, side by side. */

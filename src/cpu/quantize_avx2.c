@@ -11,6 +11,7 @@
 
 typedef __m256 nyb_vector;
 typedef __m256 nyb_mask_of;
+typedef __m256i nyb_codes;
 enum { LANES = 8 };
 
 static inline __m256 v_set(float value) { return _mm256_set1_ps(value); }
@@ -40,17 +41,23 @@ static inline bool v_all_finite(__m256 a) {
   return _mm256_movemask_ps(_mm256_cmp_ps(zero_or_nan, zero_or_nan, _CMP_UNORD_Q)) == 0;
 }
 
-static inline float v_min_across(__m256 a) {
-  __m128 m = _mm_min_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  m = _mm_min_ps(m, _mm_movehl_ps(m, m));
-  return _mm_cvtss_f32(_mm_min_ss(m, _mm_movehdup_ps(m)));
-}
+/* Halves the lanes of each vector three times, and the number of vectors with it. */
+#define NYB_OF_EACH(v, operation)                                                             \
+  __m256 pairs[4], fours[2];                                                                  \
+  for (int i = 0; i < 4; i++) {                                                               \
+    pairs[i] = operation(_mm256_unpacklo_ps(v[2 * i], v[2 * i + 1]),                          \
+                         _mm256_unpackhi_ps(v[2 * i], v[2 * i + 1]));                         \
+  }                                                                                           \
+  for (int i = 0; i < 2; i++) {                                                               \
+    const __m256d a = _mm256_castps_pd(pairs[2 * i]), b = _mm256_castps_pd(pairs[2 * i + 1]); \
+    fours[i] = operation(_mm256_castpd_ps(_mm256_unpacklo_pd(a, b)),                          \
+                         _mm256_castpd_ps(_mm256_unpackhi_pd(a, b)));                         \
+  }                                                                                           \
+  return operation(_mm256_permute2f128_ps(fours[0], fours[1], 0x20),                          \
+                   _mm256_permute2f128_ps(fours[0], fours[1], 0x31))
 
-static inline float v_max_across(__m256 a) {
-  __m128 m = _mm_max_ps(_mm256_castps256_ps128(a), _mm256_extractf128_ps(a, 1));
-  m = _mm_max_ps(m, _mm_movehl_ps(m, m));
-  return _mm_cvtss_f32(_mm_max_ss(m, _mm_movehdup_ps(m)));
-}
+static inline __m256 v_min_of_each(const __m256 *v) { NYB_OF_EACH(v, _mm256_min_ps); }
+static inline __m256 v_max_of_each(const __m256 *v) { NYB_OF_EACH(v, _mm256_max_ps); }
 
 /* ---- f16 and bf16 ------------------------------------------------------------------------- */
 
@@ -58,15 +65,17 @@ static inline __m256 widen_bf16(__m128i bits) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
-/* Rounded to the upper half of each element; a NaN stays one. */
+/* Rounded to the upper half of each element; a NaN does not always stay one. */
 static inline __m256i round_bf16(__m256 value) {
   const __m256i bits = _mm256_castps_si256(value);
   const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const __m256i rounded =
-      _mm256_add_epi32(bits, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff)));
-  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  return _mm256_add_epi32(bits, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff)));
+}
+
+static inline __m256i round_bf16_any(__m256 value) {
+  const __m256i quiet = _mm256_or_si256(_mm256_castps_si256(value), _mm256_set1_epi32(0x400000));
   const __m256 is_nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
-  return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(is_nan));
+  return _mm256_blendv_epi8(round_bf16(value), quiet, _mm256_castps_si256(is_nan));
 }
 
 static inline __m256 v_load(const void *data, nyb_dtype dtype, int64_t index) {
@@ -80,17 +89,27 @@ static inline __m256 v_load(const void *data, nyb_dtype dtype, int64_t index) {
   return _mm256_loadu_ps((const float *)data + index);
 }
 
+static inline __m128i upper_halves(__m256i value) {
+  const __m256i upper = _mm256_srli_epi32(value, 16);
+  return _mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
+}
+
 static inline void v_store(void *data, nyb_dtype dtype, int64_t index, __m256 value) {
   if (dtype == NYB_F32) {
     _mm256_storeu_ps((float *)data + index, value);
     return;
   }
-  __m128i halves = _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT);
-  if (dtype == NYB_BF16) {
-    const __m256i upper = _mm256_srli_epi32(round_bf16(value), 16);
-    halves = _mm_packus_epi32(_mm256_castsi256_si128(upper), _mm256_extracti128_si256(upper, 1));
-  }
+  const __m128i halves = dtype == NYB_F16 ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
+                                          : upper_halves(round_bf16(value));
   _mm_storeu_si128((__m128i *)((uint16_t *)data + index), halves);
+}
+
+static inline void v_store_any(void *data, nyb_dtype dtype, int64_t index, __m256 value) {
+  if (dtype != NYB_BF16) {
+    v_store(data, dtype, index, value);
+    return;
+  }
+  _mm_storeu_si128((__m128i *)((uint16_t *)data + index), upper_halves(round_bf16_any(value)));
 }
 
 static inline __m256 v_round_to(nyb_dtype dtype, __m256 value) {
@@ -112,20 +131,20 @@ static inline __m256i nearest(__m256 quotient, nyb_rule rule) {
 }
 
 /* NaN converts to the most negative integer, and what is negative packs to 0. */
-static inline void v_codes_32(const __m256 *quotients, nyb_rule rule, uint8_t *codes) {
+static inline __m256i v_codes_32(const __m256 *quotients, nyb_rule rule, int highest_code) {
   const __m256i low = _mm256_packs_epi32(nearest(quotients[0], rule), nearest(quotients[1], rule));
   const __m256i high = _mm256_packs_epi32(nearest(quotients[2], rule), nearest(quotients[3], rule));
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  const __m256i packed = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
-  _mm256_storeu_si256((__m256i *)codes, packed);
+  const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packus_epi16(low, high), order);
+  return _mm256_min_epu8(codes, _mm256_set1_epi8((char)highest_code));
 }
 
 static inline __m256 v_widen(const uint8_t *codes) {
   return _mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
 }
 
-static inline void pack_32(const uint8_t *codes, int bits, uint8_t *bytes) {
-  nyb_pack_32(_mm256_loadu_si256((const __m256i *)codes), bits, bytes);
+static inline void pack_32(__m256i codes, int bits, uint8_t *bytes) {
+  nyb_pack_32(codes, bits, bytes);
 }
 
 static inline void unpack_32(const uint8_t *bytes, int bits, uint8_t *codes) {

@@ -7,12 +7,18 @@
  *   v_fma(a, b, c)                      a * b + c, rounded once
  *   v_fnma(a, b, c)                     c - a * b, rounded once
  *   v_greater, v_select(mask, yes, no), v_all_finite
- *   v_min_across, v_max_across          of the lanes
- *   v_load(data, dtype, index), v_store(data, dtype, index, v), v_round_to(dtype, v)
- *   v_codes_32(quotients, rule, bytes)  32 quotients, each above -0.5 or NaN, to the nearest of 0
- * to 255 by the rule; NaN to 0 v_widen(bytes)                      LANES bytes to floats
- *   pack_32(codes, bits, bytes), unpack_32(bytes, bits, codes)
- *                                       32 codes to 4 * bits bytes and back; touch no other byte
+ *   v_min_of_each(v), v_max_of_each(v)  lane i: over the lanes of v[i], for LANES vectors
+ *   v_load(data, dtype, index)
+ *   v_store(data, dtype, index, v), v_round_to(dtype, v)
+ *                                       v without a NaN, or with one that is to stay some NaN where
+ *                                       dtype is not BF16
+ *   v_store_any(data, dtype, index, v)  the same bits as nyb_store_f32, NaN or not
+ *   nyb_codes                           32 codes, a byte each
+ *   v_codes_32(quotients, rule, highest_code)
+ *                                       32 quotients, each above -0.5 or NaN, to the nearest of 0
+ * to highest_code by the rule; NaN to 0 v_widen(bytes)                      LANES bytes to floats
+ *   pack_32(codes, bits, bytes)         4 * bits bytes, not one more
+ *   unpack_32(bytes, bits, codes)       and back, to 32 bytes
  *
  * Whatever must be a constant for speed is an argument of an inline function that a switch calls.
  */
@@ -34,36 +40,57 @@ enum { LARGEST_GROUP = 128 };
     case NYB_BF16: function(NYB_BF16, __VA_ARGS__); break; \
   }
 
-/* ---- Affine quantize: LANES groups at a time ---------------------------------------------- */
+/* ---- Affine quantize ---------------------------------------------------------------------- */
 
-/* Scales and biases of up to LANES groups, computed side by side. */
+enum { VECTORS_OF_32 = 32 / LANES };
+
+/* Scales and biases of some groups are computed side by side, a group to a lane: enough groups that
+ * the divisions of one vector fill the waits of another. */
+enum { BATCH_GROUPS = 32, BATCH_VECTORS = BATCH_GROUPS / LANES };
+
 typedef struct group_batch {
   int64_t first_group;
   int64_t count;
-  float minimum[LANES], maximum[LANES];
-  float scale[LANES], bias[LANES];
-  float reciprocal[LANES]; /* of scale */
+  int vectors; /* that hold count lanes */
+  float scale[BATCH_GROUPS];
+  float bias[BATCH_GROUPS];
+  float reciprocal[BATCH_GROUPS]; /* of scale */
 } group_batch;
 
-/* Minimum and maximum of each group; false where any value is a NaN or an infinity. */
-NYB_INLINE void find_ranges(nyb_dtype dtype, const nyb_quantize_span *span, group_batch *batch,
+/* Minimum and maximum of each group, still spread over LANES lanes; false where any value is a NaN
+ * or an infinity. Each of the vectors of 32 elements keeps account of its own, so that none waits
+ * for the one before. */
+NYB_INLINE void find_ranges(nyb_dtype dtype, const nyb_quantize_span *span,
+                            const group_batch *batch, nyb_vector *minimums, nyb_vector *maximums,
                             bool *finite) {
-  nyb_vector zero_or_nan = v_set(0.0f); /* 0 * x is NaN for what is not finite */
+  nyb_vector zero_or_nan[VECTORS_OF_32]; /* 0 * x is NaN for what is not finite */
+  for (int k = 0; k < VECTORS_OF_32; k++) zero_or_nan[k] = v_set(0.0f);
   for (int64_t i = 0; i < batch->count; i++) {
     const int64_t first = (batch->first_group + i) * span->group_size;
-    nyb_vector minimum = v_load(span->input, dtype, first);
-    nyb_vector maximum = minimum;
-    zero_or_nan = v_fma(minimum, v_set(0.0f), zero_or_nan);
-    for (int64_t j = LANES; j < span->group_size; j += LANES) {
-      const nyb_vector values = v_load(span->input, dtype, first + j);
-      minimum = v_min(minimum, values);
-      maximum = v_max(maximum, values);
-      zero_or_nan = v_fma(values, v_set(0.0f), zero_or_nan);
+    nyb_vector minimum[VECTORS_OF_32], maximum[VECTORS_OF_32];
+    for (int k = 0; k < VECTORS_OF_32; k++) {
+      minimum[k] = maximum[k] = v_load(span->input, dtype, first + k * LANES);
+      zero_or_nan[k] = v_fma(minimum[k], v_set(0.0f), zero_or_nan[k]);
     }
-    batch->minimum[i] = v_min_across(minimum);
-    batch->maximum[i] = v_max_across(maximum);
+    for (int64_t j = 32; j < span->group_size; j += 32) {
+      for (int k = 0; k < VECTORS_OF_32; k++) {
+        const nyb_vector values = v_load(span->input, dtype, first + j + k * LANES);
+        minimum[k] = v_min(minimum[k], values);
+        maximum[k] = v_max(maximum[k], values);
+        zero_or_nan[k] = v_fma(values, v_set(0.0f), zero_or_nan[k]);
+      }
+    }
+    for (int half = VECTORS_OF_32 / 2; half >= 1; half /= 2) {
+      for (int k = 0; k < half; k++) {
+        minimum[k] = v_min(minimum[k], minimum[k + half]);
+        maximum[k] = v_max(maximum[k], maximum[k + half]);
+      }
+    }
+    minimums[i] = minimum[0];
+    maximums[i] = maximum[0];
   }
-  *finite = v_all_finite(zero_or_nan);
+  for (int k = 1; k < VECTORS_OF_32; k++) zero_or_nan[0] = v_add(zero_or_nan[0], zero_or_nan[k]);
+  *finite = v_all_finite(zero_or_nan[0]);
 }
 
 /* Half away from zero: the number below one half keeps its nearest neighbour from being carried up,
@@ -75,13 +102,11 @@ NYB_INLINE nyb_vector round_half_away(nyb_vector value) {
   return v_trunc(v_add(value, signed_half));
 }
 
-/* The steps of nyb_find_parameters, on all groups of the batch; false where a scale or bias
- * overflows. */
-NYB_INLINE bool find_scales(const nyb_quantize_span *span, float highest_code, group_batch *batch) {
+/* The steps of nyb_find_parameters, for LANES groups; false where a scale or bias overflows. */
+NYB_INLINE bool find_scales(const nyb_quantize_span *span, float highest_code, nyb_vector minimum,
+                            nyb_vector maximum, group_batch *batch, int64_t first_lane) {
   const bool half_to_even = span->rule == NYB_RULE_MLX_CPU;
   const nyb_vector zero = v_set(0.0f);
-  const nyb_vector minimum = v_load(batch->minimum, NYB_F32, 0);
-  nyb_vector maximum = v_load(batch->maximum, NYB_F32, 0);
   if (!half_to_even) maximum = v_max(maximum, zero);
   const nyb_mask_of minimum_is_edge = v_greater(v_abs(minimum), v_abs(maximum));
   nyb_vector scale = v_div(v_sub(maximum, minimum), v_set(highest_code));
@@ -93,11 +118,27 @@ NYB_INLINE bool find_scales(const nyb_quantize_span *span, float highest_code, g
   const nyb_mask_of edge_has_code = v_greater(v_abs(edge_code), zero);
   scale = v_select(edge_has_code, v_div(edge, edge_code), scale);
   const nyb_vector bias = v_select(edge_has_code, edge, zero);
-  v_store(batch->scale, NYB_F32, 0, scale);
-  v_store(batch->bias, NYB_F32, 0, bias);
-  v_store(batch->reciprocal, NYB_F32, 0, v_div(v_set(1.0f), scale));
+  v_store(batch->scale, NYB_F32, first_lane, scale);
+  v_store(batch->bias, NYB_F32, first_lane, bias);
+  v_store(batch->reciprocal, NYB_F32, first_lane, v_div(v_set(1.0f), scale));
   return v_all_finite(v_round_to(span->scale_dtype, scale)) &&
          v_all_finite(v_round_to(span->scale_dtype, bias));
+}
+
+/* False where a group of the batch cannot be stored. */
+NYB_INLINE bool find_batch(const nyb_quantize_span *span, float highest_code, group_batch *batch) {
+  nyb_vector minimums[BATCH_GROUPS], maximums[BATCH_GROUPS];
+  for (int64_t i = batch->count; i < batch->vectors * LANES; i++) {
+    minimums[i] = maximums[i] = v_set(0.0f); /* the lanes of no group stay finite */
+  }
+  bool finite = true;
+  NYB_BY_DTYPE(span->input_dtype, find_ranges, span, batch, minimums, maximums, &finite)
+  for (int i = 0; i < batch->vectors; i++) {
+    const nyb_vector minimum = v_min_of_each(minimums + i * LANES);
+    const nyb_vector maximum = v_max_of_each(maximums + i * LANES);
+    finite &= find_scales(span, highest_code, minimum, maximum, batch, (int64_t)i * LANES);
+  }
+  return finite;
 }
 
 /* The quotient that division gives, from the reciprocal of a scale: one step of correction with
@@ -109,44 +150,36 @@ NYB_INLINE nyb_vector divide(nyb_vector dividend, nyb_vector scale, nyb_vector r
   return v_fma(rest, reciprocal, quotient);
 }
 
+/* The reciprocal of a scale beyond this is no normal number or close to none. */
+#define HUGE_SCALE 0x1p+120f
+
 NYB_INLINE void find_codes(nyb_dtype dtype, const nyb_quantize_span *span, const group_batch *batch,
-                           int64_t index, uint8_t *codes) {
+                           int64_t index, int bits, uint8_t *bytes) {
   const int64_t first = (batch->first_group + index) * span->group_size;
   const nyb_vector scale = v_set(batch->scale[index]);
   const nyb_vector bias = v_set(batch->bias[index]);
   const nyb_vector reciprocal = v_set(batch->reciprocal[index]);
-  /* The reciprocal of a larger scale would not be a normal number. */
-  const bool is_huge = fabsf(batch->scale[index]) > 0x1p+120f;
+  const bool is_huge = fabsf(batch->scale[index]) > HUGE_SCALE;
   for (int64_t i = 0; i < span->group_size; i += 32) {
-    nyb_vector quotients[32 / LANES];
-    for (int j = 0; j < 32 / LANES; j++) {
+    nyb_vector quotients[VECTORS_OF_32];
+    for (int j = 0; j < VECTORS_OF_32; j++) {
       const nyb_vector values = v_load(span->input, dtype, first + i + j * LANES);
       const nyb_vector dividend = v_sub(values, bias);
-      quotients[j] = is_huge ? v_div(dividend, scale) : divide(dividend, scale, reciprocal);
+      quotients[j] = divide(dividend, scale, reciprocal);
+      if (is_huge) quotients[j] = v_div(dividend, scale);
     }
-    v_codes_32(quotients, span->rule, codes + i);
-  }
-}
-
-/* Clamps from above and packs the codes of a group. */
-NYB_INLINE void store_codes(uint8_t *codes, int32_t group_size, int bits, uint8_t *bytes) {
-  const uint8_t highest_code = (uint8_t)((1 << bits) - 1);
-  for (int i = 0; bits < 8 && i < group_size; i++) {
-    codes[i] = codes[i] < highest_code ? codes[i] : highest_code;
-  }
-  for (int i = 0; i < group_size; i += 32) {
-    pack_32(codes + i, bits, bytes + i / 8 * bits);
+    pack_32(v_codes_32(quotients, span->rule, (1 << bits) - 1), bits, bytes + i / 8 * bits);
   }
 }
 
 NYB_INLINE void store_scales(const nyb_quantize_span *span, const group_batch *batch) {
-  if (batch->count == LANES) {
-    const int64_t first = batch->first_group;
-    v_store(span->scales, span->scale_dtype, first, v_load(batch->scale, NYB_F32, 0));
-    v_store(span->biases, span->scale_dtype, first, v_load(batch->bias, NYB_F32, 0));
-    return;
+  int64_t i = 0;
+  for (; i + LANES <= batch->count; i += LANES) {
+    const int64_t group = batch->first_group + i;
+    v_store(span->scales, span->scale_dtype, group, v_load(batch->scale, NYB_F32, i));
+    v_store(span->biases, span->scale_dtype, group, v_load(batch->bias, NYB_F32, i));
   }
-  for (int64_t i = 0; i < batch->count; i++) {
+  for (; i < batch->count; i++) {
     const int64_t group = batch->first_group + i;
     nyb_store_f32(span->scales, span->scale_dtype, group, batch->scale[i]);
     nyb_store_f32(span->biases, span->scale_dtype, group, batch->bias[i]);
@@ -156,46 +189,78 @@ NYB_INLINE void store_scales(const nyb_quantize_span *span, const group_batch *b
 /* False where a group cannot be stored; nothing is written then. */
 NYB_INLINE bool quantize_batch(const nyb_quantize_span *span, int bits, int64_t first_group,
                                int64_t count) {
-  group_batch batch = {.first_group = first_group, .count = count};
-  bool finite = true;
-  NYB_BY_DTYPE(span->input_dtype, find_ranges, span, &batch, &finite)
-  if (!finite || !find_scales(span, (float)((1 << bits) - 1), &batch)) return false;
+  group_batch batch;
+  batch.first_group = first_group;
+  batch.count = count;
+  batch.vectors = (int)((count + LANES - 1) / LANES);
+  if (!find_batch(span, (float)((1 << bits) - 1), &batch)) return false;
   if (span->codes == NULL) return true;
   const int64_t group_bytes = span->group_size / 8 * bits;
   for (int64_t i = 0; i < count; i++) {
-    uint8_t codes[LARGEST_GROUP];
-    NYB_BY_DTYPE(span->input_dtype, find_codes, span, &batch, i, codes)
-    store_codes(codes, span->group_size, bits,
-                (uint8_t *)span->codes + (first_group + i) * group_bytes);
+    uint8_t *bytes = (uint8_t *)span->codes + (first_group + i) * group_bytes;
+    NYB_BY_DTYPE(span->input_dtype, find_codes, span, &batch, i, bits, bytes)
   }
   store_scales(span, &batch);
   return true;
 }
 
-NYB_INLINE int64_t quantize_affine(const nyb_quantize_span *span, int bits) {
-  for (int64_t group = 0; group < span->groups; group += LANES) {
-    int64_t count = span->groups - group < LANES ? span->groups - group : LANES;
-    if (quantize_batch(span, bits, group, count)) continue;
-    /* One of these groups cannot be stored; those before it still are. */
-    const float highest_code = (float)((1 << bits) - 1);
-    nyb_group_parameters unused;
-    int64_t good = 0;
-    while (nyb_find_parameters(span, (group + good) * span->group_size, highest_code, &unused)) {
-      good++;
+/* One of `count` groups cannot be stored: stores those before it and returns its index. */
+static __attribute__((noinline)) int64_t quantize_up_to_bad(const nyb_quantize_span *span,
+                                                            nyb_quantize_fn kernel, int bits,
+                                                            int64_t group) {
+  const float highest_code = (float)((1 << bits) - 1);
+  nyb_group_parameters unused;
+  const int64_t first = group;
+  while (nyb_find_parameters(span, group * span->group_size, highest_code, &unused)) group++;
+  if (span->codes == NULL || group == first) return group;
+  nyb_quantize_span good = *span;
+  const size_t element_bytes = nyb_dtype_bytes(span->input_dtype);
+  const size_t scale_bytes = nyb_dtype_bytes(span->scale_dtype);
+  good.input = (const char *)span->input + (size_t)(first * span->group_size) * element_bytes;
+  good.codes = (char *)span->codes + first * span->group_size / 8 * bits;
+  good.scales = (char *)span->scales + (size_t)first * scale_bytes;
+  good.biases = (char *)span->biases + (size_t)first * scale_bytes;
+  good.groups = group - first;
+  kernel(&good);
+  return group;
+}
+
+NYB_INLINE int64_t quantize_affine(const nyb_quantize_span *span, int bits,
+                                   nyb_quantize_fn kernel) {
+  for (int64_t group = 0; group < span->groups; group += BATCH_GROUPS) {
+    const int64_t rest = span->groups - group;
+    if (!quantize_batch(span, bits, group, rest < BATCH_GROUPS ? rest : BATCH_GROUPS)) {
+      return quantize_up_to_bad(span, kernel, bits, group);
     }
-    quantize_batch(span, bits, group, good);
-    return group + good;
   }
   return span->groups;
 }
 
 /* ---- Affine dequantize -------------------------------------------------------------------- */
 
+/* Only a scale or bias that is not finite can lead to a NaN. */
+static __attribute__((noinline)) void restore_odd_group(const nyb_dequantize_span *span,
+                                                        int64_t group, const uint8_t *codes) {
+  const float scale = nyb_load_f32(span->scales, span->scale_dtype, group);
+  const float bias = nyb_load_f32(span->biases, span->scale_dtype, group);
+  for (int64_t i = 0; i < span->group_size; i++) {
+    const float product = nyb_round_to(span->scale_dtype, scale * (float)codes[i]);
+    const float value = nyb_round_to(span->scale_dtype, product + bias);
+    nyb_store_f32(span->output, span->output_dtype, group * span->group_size + i, value);
+  }
+}
+
 NYB_INLINE void restore_group(nyb_dtype dtype, nyb_dtype output_dtype,
                               const nyb_dequantize_span *span, int64_t group,
                               const uint8_t *codes) {
-  const nyb_vector scale = v_set(nyb_load_f32(span->scales, dtype, group));
-  const nyb_vector bias = v_set(nyb_load_f32(span->biases, dtype, group));
+  const float group_scale = nyb_load_f32(span->scales, dtype, group);
+  const float group_bias = nyb_load_f32(span->biases, dtype, group);
+  if (!isfinite(group_scale) || !isfinite(group_bias)) {
+    restore_odd_group(span, group, codes);
+    return;
+  }
+  const nyb_vector scale = v_set(group_scale);
+  const nyb_vector bias = v_set(group_bias);
   const int64_t first = group * span->group_size;
   for (int64_t i = 0; i < span->group_size; i += LANES) {
     const nyb_vector product = v_round_to(dtype, v_mul(scale, v_widen(codes + i)));
@@ -240,8 +305,9 @@ NYB_INLINE bool convert_block(nyb_dtype from, nyb_dtype to, const void *input, v
   nyb_vector zero_or_nan = v_set(0.0f);
   for (int64_t i = first; i < first + PLAIN_BLOCK; i += LANES) {
     const nyb_vector values = v_load(input, from, i);
-    zero_or_nan = v_fma(v_round_to(to, values), v_set(0.0f), zero_or_nan);
-    if (output != NULL) v_store(output, to, i, values);
+    zero_or_nan =
+        v_fma(values, v_set(0.0f), v_fma(v_round_to(to, values), v_set(0.0f), zero_or_nan));
+    if (output != NULL) v_store_any(output, to, i, values);
   }
   return v_all_finite(zero_or_nan);
 }
@@ -255,7 +321,9 @@ NYB_INLINE void convert_blocks(nyb_dtype from, nyb_dtype to, const nyb_quantize_
   }
 }
 
-NYB_INLINE int64_t quantize_plain(const nyb_quantize_span *span, nyb_dtype dtype) {
+NYB_INLINE int64_t quantize_plain(const nyb_quantize_span *span, nyb_dtype dtype,
+                                  nyb_quantize_fn kernel) {
+  (void)kernel;
   int64_t i = 0;
   NYB_BY_DTYPE(span->input_dtype, convert_blocks, dtype, span, &i)
   for (; i < span->groups; i++) {
@@ -269,7 +337,7 @@ NYB_INLINE int64_t quantize_plain(const nyb_quantize_span *span, nyb_dtype dtype
 NYB_INLINE void convert_all(nyb_dtype to, nyb_dtype from, const nyb_dequantize_span *span) {
   int64_t i = 0;
   for (; i + LANES <= span->groups; i += LANES) {
-    v_store(span->output, to, i, v_load(span->codes, from, i));
+    v_store_any(span->output, to, i, v_load(span->codes, from, i));
   }
   for (; i < span->groups; i++) {
     nyb_store_f32(span->output, to, i, nyb_load_f32(span->codes, from, i));
@@ -288,14 +356,14 @@ NYB_INLINE void dequantize_plain(const nyb_dequantize_span *span, nyb_dtype dtyp
 
 #define NYB_JOIN_(a, b) a##_##b
 #define NYB_JOIN(a, b) NYB_JOIN_(a, b)
-#define NYB_KERNELS_OF(format, quantize_function, dequantize_function, argument)            \
-  int64_t NYB_JOIN(nyb_quantize_##format, NYB_ISA_SUFFIX)(const nyb_quantize_span *span);   \
-  int64_t NYB_JOIN(nyb_quantize_##format, NYB_ISA_SUFFIX)(const nyb_quantize_span *span) {  \
-    return quantize_function(span, argument);                                               \
-  }                                                                                         \
-  void NYB_JOIN(nyb_dequantize_##format, NYB_ISA_SUFFIX)(const nyb_dequantize_span *span);  \
-  void NYB_JOIN(nyb_dequantize_##format, NYB_ISA_SUFFIX)(const nyb_dequantize_span *span) { \
-    dequantize_function(span, argument);                                                    \
+#define NYB_KERNELS_OF(format, quantize_function, dequantize_function, argument)               \
+  int64_t NYB_JOIN(nyb_quantize_##format, NYB_ISA_SUFFIX)(const nyb_quantize_span *span);      \
+  int64_t NYB_JOIN(nyb_quantize_##format, NYB_ISA_SUFFIX)(const nyb_quantize_span *span) {     \
+    return quantize_function(span, argument, NYB_JOIN(nyb_quantize_##format, NYB_ISA_SUFFIX)); \
+  }                                                                                            \
+  void NYB_JOIN(nyb_dequantize_##format, NYB_ISA_SUFFIX)(const nyb_dequantize_span *span);     \
+  void NYB_JOIN(nyb_dequantize_##format, NYB_ISA_SUFFIX)(const nyb_dequantize_span *span) {    \
+    dequantize_function(span, argument);                                                       \
   }
 
 NYB_KERNELS_OF(affine2, quantize_affine, dequantize_affine, 2)
