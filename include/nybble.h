@@ -371,9 +371,10 @@ NYB_API nyb_status nyb_attention_run(nyb_context *context, const nyb_attention *
 
 /* out = gelu_tanh(gate) * up over [rows, columns], every step rounded to the dtype, in the order of
  * docs/numerics.md, section 4. gate, up and out have one dtype. For f16 and bf16 every bit is
- * fixed, on both paths, on every backend; f32 stays within the bound stated there. Row strides may
- * differ (two halves of one tensor). out may be exactly gate or exactly up (same pointer and
- * stride); any other overlap is refused. */
+ * fixed, on both paths, on every backend; f32 stays within 2^-21 |gate * up| of those steps. A NaN
+ * result (a NaN goes in, gate is -inf, or 0 meets infinity) is the positive quiet one. Row strides
+ * may differ (two halves of one tensor). out may be exactly gate or exactly up (same pointer and
+ * stride); any other overlap is refused. rows or columns may be 0: nothing is done. */
 typedef struct nyb_geglu {
   size_t struct_size;
   int64_t rows, columns;

@@ -6,6 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "cpu/geglu_tables.h"
 #include "threads.h"
 
 #define NYB_STRINGIFY_(x) #x
@@ -240,6 +241,7 @@ nyb_status nyb_context_create(const nyb_context_options *options, nyb_context **
   made->geglu_path = geglu_path;
   made->kernel_calls = (void *)((char *)made + calls_offset);
   nyb_dispatch_fill(&made->dispatch, isa);
+  nyb_gelu_tables_make();
   made->parallel_for = options->parallel_for;
   made->parallel_for_data = options->parallel_for_data;
   if (made->parallel_for == NULL && threads > 1) {

@@ -147,8 +147,16 @@ enum { NYB_TILE_SCRATCH_BYTES = 48 * 1024 };
 
 /* ---- geglu: contiguous elements of one dtype ---------------------------------------------- */
 
-/* out may be gate or up. */
-typedef void (*nyb_geglu_fn)(const void *gate, const void *up, void *out, int64_t count);
+/* out may be gate or up. streaming: the result is too large for the caches, and an ISA that can
+ * stores past them. Contexts fill the tables that these kernels look up (cpu/geglu_tables.h). */
+typedef void (*nyb_geglu_fn)(const void *gate, const void *up, void *out, int64_t count,
+                             bool streaming);
+
+#define NYB_GEGLU_KERNEL(format, isa)                                                           \
+  void nyb_geglu_##format##_##isa(const void *gate, const void *up, void *out, int64_t count,   \
+                                  bool streaming);                                              \
+  void nyb_geglu_##format##_##isa(const void *gate, const void *up, void *out, int64_t count,   \
+                                  bool streaming)
 
 /* ---- The table ---------------------------------------------------------------------------- */
 

@@ -1,0 +1,147 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <immintrin.h>
+
+#include "../kernels.h"
+#include "geglu_f32.h"
+#include "geglu_tables.h"
+
+enum {
+  LANES = 16,            /* 16-bit elements of a vector */
+  LINE = 2 * LANES,      /* of a cache line */
+  PREFETCH_BYTES = 1024, /* ahead: gathers fill the reorder buffer before loads come that far */
+};
+
+static inline __m256i high_halves(void) { return _mm256_set1_epi32((int)0xffff0000u); }
+
+/* Both halves of each 32-bit lane as indices: elements 0, 2, 4, ... and 1, 3, 5, ... */
+static inline __m256i even_elements(__m256i v) {
+  return _mm256_and_si256(v, _mm256_set1_epi32(0xffff));
+}
+static inline __m256i odd_elements(__m256i v) { return _mm256_srli_epi32(v, 16); }
+
+/* Table entries in the upper halves of 32-bit lanes, and a neighbour below them. The address is a
+ * number of bytes away from an int only in name: gathers need no alignment. */
+static inline __m256i gather_upper(const nyb_gelu_table *table, __m256i index) {
+  return _mm256_i32gather_epi32((const void *)&table->before, index, 2);
+}
+static inline __m256i gather_lower(const nyb_gelu_table *table, __m256i index) {
+  return _mm256_i32gather_epi32((const void *)table->of_gate, index, 2);
+}
+
+static inline __m256i settle_nan(__m256i y, int infinity, int nan) {
+  const __m256i magnitude = _mm256_and_si256(y, _mm256_set1_epi16(0x7fff));
+  const __m256i is_nan = _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16((short)infinity));
+  return _mm256_blendv_epi8(y, _mm256_set1_epi16((short)nan), is_nan);
+}
+
+/* Adds what makes cutting off the lower half round to nearest even. A NaN stays one: its payload,
+ * handed on from a bf16, has only zeros there. */
+static inline __m256i round_upper(__m256 value) {
+  const __m256i bits = _mm256_castps_si256(value);
+  const __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last);
+}
+
+static inline __m256i geglu_bf16(__m256i gate, __m256i up) {
+  const __m256i g_even =
+      _mm256_and_si256(gather_upper(&nyb_gelu_bf16, even_elements(gate)), high_halves());
+  const __m256i g_odd =
+      _mm256_and_si256(gather_upper(&nyb_gelu_bf16, odd_elements(gate)), high_halves());
+  const __m256 up_even = _mm256_castsi256_ps(_mm256_slli_epi32(up, 16));
+  const __m256 up_odd = _mm256_castsi256_ps(_mm256_and_si256(up, high_halves()));
+  const __m256i even = round_upper(_mm256_mul_ps(_mm256_castsi256_ps(g_even), up_even));
+  const __m256i odd = round_upper(_mm256_mul_ps(_mm256_castsi256_ps(g_odd), up_odd));
+  const __m256i y = _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
+  return settle_nan(y, 0x7f80, NYB_GEGLU_NAN_BF16);
+}
+
+static inline __m128i product_f16(__m128i g, __m128i up) {
+  const __m256 y = _mm256_mul_ps(_mm256_cvtph_ps(g), _mm256_cvtph_ps(up));
+  return _mm256_cvtps_ph(y, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
+
+static inline __m256i geglu_f16(__m256i gate, __m256i up) {
+  const __m256i even = gather_lower(&nyb_gelu_f16, even_elements(gate));
+  const __m256i odd = gather_upper(&nyb_gelu_f16, odd_elements(gate));
+  const __m256i g = _mm256_blend_epi16(even, odd, 0xaa);
+  const __m128i low = product_f16(_mm256_castsi256_si128(g), _mm256_castsi256_si128(up));
+  const __m128i high = product_f16(_mm256_extracti128_si256(g, 1), _mm256_extracti128_si256(up, 1));
+  return settle_nan(_mm256_set_m128i(high, low), 0x7c00, NYB_GEGLU_NAN_F16);
+}
+
+typedef __m256i (*vector_fn)(__m256i gate, __m256i up);
+
+static inline __m256i load(const uint16_t *data) { return _mm256_loadu_si256((const void *)data); }
+
+/* Fewer than LANES elements, through a vector's worth of memory of our own. */
+static inline void partial(const uint16_t *gate, const uint16_t *up, uint16_t *out, int64_t count,
+                           vector_fn vector) {
+  uint16_t own_gate[LANES] = {0}, own_up[LANES] = {0}, own_out[LANES];
+  const size_t bytes = (size_t)count * sizeof *out;
+  memcpy(own_gate, gate, bytes);
+  memcpy(own_up, up, bytes);
+  _mm256_storeu_si256((void *)own_out, vector(load(own_gate), load(own_up)));
+  memcpy(out, own_out, bytes);
+}
+
+__attribute__((always_inline)) static inline int64_t whole_vectors(const uint16_t *gate,
+                                                                   const uint16_t *up,
+                                                                   uint16_t *out, int64_t done,
+                                                                   int64_t count,
+                                                                   vector_fn vector) {
+  for (; done + LANES <= count; done += LANES) {
+    _mm256_storeu_si256((void *)(out + done), vector(load(gate + done), load(up + done)));
+  }
+  return done;
+}
+
+/* Inlined with each vector function and each constant streaming. */
+__attribute__((always_inline)) static inline void loop(const uint16_t *gate, const uint16_t *up,
+                                                       uint16_t *out, int64_t count, bool streaming,
+                                                       vector_fn vector) {
+  int64_t done = 0;
+  if (streaming) { /* stores past the caches want whole lines */
+    const int64_t to_line = (int64_t)((0 - (uintptr_t)out) % 64 / sizeof *out);
+    const int64_t head = to_line < count ? to_line : count;
+    done = whole_vectors(gate, up, out, 0, head, vector);
+    partial(gate + done, up + done, out + done, head - done, vector);
+    done = head;
+  }
+  for (; done + LINE <= count; done += LINE) {
+    _mm_prefetch((const char *)(gate + done) + PREFETCH_BYTES, _MM_HINT_T0);
+    _mm_prefetch((const char *)(up + done) + PREFETCH_BYTES, _MM_HINT_T0);
+    const __m256i low = vector(load(gate + done), load(up + done));
+    const __m256i high = vector(load(gate + done + LANES), load(up + done + LANES));
+    if (streaming) {
+      _mm256_stream_si256((void *)(out + done), low);
+      _mm256_stream_si256((void *)(out + done + LANES), high);
+    } else {
+      _mm256_storeu_si256((void *)(out + done), low);
+      _mm256_storeu_si256((void *)(out + done + LANES), high);
+    }
+  }
+  done = whole_vectors(gate, up, out, done, count, vector);
+  if (done < count) partial(gate + done, up + done, out + done, count - done, vector);
+  if (streaming) _mm_sfence();
+}
+
+NYB_GEGLU_KERNEL(plain_f32, avx2) {
+  (void)streaming;
+  nyb_geglu_f32_loop(gate, up, out, count);
+}
+
+NYB_GEGLU_KERNEL(plain_f16, avx2) {
+  if (streaming) {
+    loop(gate, up, out, count, true, geglu_f16);
+  } else {
+    loop(gate, up, out, count, false, geglu_f16);
+  }
+}
+
+NYB_GEGLU_KERNEL(plain_bf16, avx2) {
+  if (streaming) {
+    loop(gate, up, out, count, true, geglu_bf16);
+  } else {
+    loop(gate, up, out, count, false, geglu_bf16);
+  }
+}
