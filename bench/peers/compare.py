@@ -102,7 +102,7 @@ def parse_arguments():
         "--seconds",
         type=float,
         default=0.5,
-        help="a peer's time per timing and round (default: %(default)s)",
+        help="time of each timing and round (default: %(default)s)",
     )
     parser.add_argument("--threads", type=int, default=2, help="default: %(default)s")
     parser.add_argument(
@@ -253,7 +253,7 @@ def run_nybble(arguments, isa, shape):
     command = [arguments.nybble, "bench", "attention", "--shape", shape_text(shape)]
     for bits in NYBBLE_BITS:
         command += ["--bits", bits]
-    command += ["--threads", arguments.threads, "--json"]
+    command += ["--threads", arguments.threads, "--seconds", arguments.seconds, "--json"]
     return run_json(arguments, command, {} if isa == BEST_ISA else {"NYBBLE_ISA": isa})
 
 
@@ -367,6 +367,12 @@ def cpu_model():
     return platform.processor() or platform.machine()
 
 
+def real_time_scheduling():
+    if not hasattr(os, "sched_getscheduler"):
+        return False
+    return os.sched_getscheduler(0) in (os.SCHED_FIFO, os.SCHED_RR)
+
+
 def describe_peer(rounds, variant):
     report = rounds[0]["peers"][variant]
     return f"{report['peer']} ({report['package']}, {report['variant']}, {report['layout']}, mask {report['mask']})"
@@ -409,6 +415,8 @@ def markdown(arguments, rounds, records, about):
             f"Other processes took {statistics.median(shares):.0%} of the CPUs in the median run and "
             f"{max(shares):.0%} at most; more than {arguments.max_others:.0%} in {disturbed} of {len(shares)} runs."
         )
+    if about["real_time_scheduling"]:
+        parts.append("Run with real-time scheduling.")
     text = [" ".join(parts), f"Command: `{about['command']}`"]
     for variant in arguments.variant:
         for temperature in TEMPERATURES:
@@ -462,6 +470,7 @@ def main():
         "cpus": os.cpu_count(),
         "command": shlex.join(["bench/peers/compare.py", *sys.argv[1:]]),
         "threads": arguments.threads,
+        "real_time_scheduling": real_time_scheduling(),
         "read_bandwidth_gb_per_s": read_bandwidth(rounds),
     }
     print(markdown(arguments, rounds, records, about))
