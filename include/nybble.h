@@ -394,7 +394,9 @@ NYB_API nyb_status nyb_geglu_run(nyb_context *context, const nyb_geglu *geglu, n
 
 /* ---- KV cache ----------------------------------------------------------------------------- */
 
-/* One layer's keys and values, quantized as they are appended. Memory grows geometrically. */
+/* One layer's keys and values, quantized as they are appended. Memory doubles when it is full, so
+ * that a cache filled token by token moves each token less than twice; while it moves, the old
+ * memory and the new are both held. */
 typedef struct nyb_cache nyb_cache;
 
 typedef struct nyb_cache_options {
