@@ -52,8 +52,11 @@ static row_state row_state_at(char *memory, const nyb_attention *a, int64_t rows
   return state;
 }
 
+/* The queries' memory also takes a finished row. */
 static int64_t q_bytes(const nyb_attention *a) {
-  return NYB_TILE_ROWS * nyb_padded_dim(a->key_dim) * (int64_t)sizeof(float);
+  const int64_t queries = NYB_TILE_ROWS * nyb_padded_dim(a->key_dim);
+  const int64_t row = nyb_padded_dim(a->value_dim);
+  return (queries > row ? queries : row) * (int64_t)sizeof(float);
 }
 
 enum { SCORE_BYTES = NYB_TILE_ROWS * NYB_TILE_TOKENS * 4, SMALL_BYTES = NYB_TILE_ROWS * 4 };
@@ -123,7 +126,8 @@ typedef struct fused_run {
   nyb_attention_scores_fn scores;
   nyb_attention_softmax_fn softmax;
   nyb_attention_values_fn values;
-  bool two_terms;
+  nyb_attention_columns_fn columns;
+  bool precise;
   nyb_dtype round_scores_to;
   int64_t blocks; /* of rows, for each KV head */
   int64_t units;
@@ -177,7 +181,7 @@ static void prepare_queries(const fused_run *run, const unit *u, const worker_me
                                  .rows = u->rows,
                                  .dim = a->key_dim,
                                  .group_size = a->k.format.group_size,
-                                 .two_terms = run->two_terms,
+                                 .precise = run->precise,
                                  .prepared = memory->prepared};
   run->queries(&block);
 }
@@ -219,6 +223,7 @@ static void add_values(const fused_run *run, const unit *u, int64_t first,
     if (visible == 0) continue;
     const nyb_value_tile tile = {.weights = memory->scores + row * NYB_TILE_TOKENS,
                                  .rows = next - row,
+                                 .precise = run->precise,
                                  .v = tile_of(&a->v, a->value_dim, u, first, visible),
                                  .out = memory->chunk.values + row * nyb_padded_dim(a->value_dim),
                                  .scratch = memory->scratch};
@@ -250,7 +255,7 @@ static void attend_chunk(const fused_run *run, const unit *u, int64_t chunk,
     const int64_t tokens = end - first < NYB_TILE_TOKENS ? end - first : NYB_TILE_TOKENS;
     const nyb_score_tile scores = {.prepared = memory->prepared,
                                    .rows = u->rows,
-                                   .two_terms = run->two_terms,
+                                   .precise = run->precise,
                                    .k = tile_of(&a->k, a->key_dim, u, first, tokens),
                                    .scores = memory->scores,
                                    .scratch = memory->scratch};
@@ -300,15 +305,25 @@ static void fold(const row_state *folded, const row_state *next, int64_t rows, i
   }
 }
 
-static void finish(const fused_run *run, const unit *u, const row_state *state) {
+static void finish(const fused_run *run, const unit *u, const row_state *state,
+                   const worker_memory *memory) {
   const nyb_attention *a = run->call->attention;
+  nyb_value_columns columns = {.to = memory->q,
+                               .dim = a->value_dim,
+                               .group_size = a->v.format.group_size,
+                               .precise = run->precise};
   for (int64_t row = 0; row < u->rows; row++) {
-    float *values = state->values + row * nyb_padded_dim(a->value_dim);
+    columns.from = state->values + row * nyb_padded_dim(a->value_dim);
+    run->columns(&columns);
     const float sum = state->sum[row];
-    const bool empty = sum == 0;
-    for (int64_t d = 0; d < a->value_dim; d++) values[d] = empty ? 0 : values[d] / sum;
-    nyb_store_row(a, u->batch, head_of(run, u, row), query_row_of(run, u, row), values,
-                  empty ? -INFINITY : state->maximum[row] + logf(sum));
+    float lse = -INFINITY;
+    if (sum == 0) { /* nothing seen */
+      memset(columns.to, 0, (size_t)a->value_dim * sizeof(float));
+    } else {
+      for (int64_t d = 0; d < a->value_dim; d++) columns.to[d] /= sum;
+      lse = state->maximum[row] + logf(sum);
+    }
+    nyb_store_row(a, u->batch, head_of(run, u, row), query_row_of(run, u, row), columns.to, lse);
   }
 }
 
@@ -330,7 +345,7 @@ static void run_unit(const fused_run *run, int64_t index, const worker_memory *m
     attend_chunk(run, &u, chunk, memory);
     fold(&memory->folded, &memory->chunk, u.rows, padded);
   }
-  finish(run, &u, &memory->folded);
+  finish(run, &u, &memory->folded, memory);
 }
 
 static void run_chunk(const fused_run *run, int64_t task, worker_memory memory) {
@@ -342,7 +357,7 @@ static void run_chunk(const fused_run *run, int64_t task, worker_memory memory) 
   attend_chunk(run, &u, chunk, &memory);
 }
 
-static void fold_unit(const fused_run *run, int64_t index) {
+static void fold_unit(const fused_run *run, int64_t index, const worker_memory *memory) {
   const unit u = unit_at(run, index);
   const int64_t padded = nyb_padded_dim(run->call->attention->value_dim);
   const row_state first = partial_at(run, index, 0);
@@ -351,26 +366,31 @@ static void fold_unit(const fused_run *run, int64_t index) {
     const row_state next = partial_at(run, index, chunk);
     fold(&first, &next, u.rows, padded);
   }
-  finish(run, &u, &first);
+  finish(run, &u, &first, memory);
+}
+
+static int64_t next_of(fused_run *run) {
+  return atomic_fetch_add_explicit(&run->next_task, 1, memory_order_relaxed);
 }
 
 static void work(void *data, int64_t worker) {
   fused_run *run = data;
   const nyb_attention *a = run->call->attention;
   const worker_memory memory = worker_memory_at(run->workspace + worker * worker_bytes(a), a);
-  const int64_t tasks = run->split ? run->units * run->chunks : run->units;
-  for (;;) {
-    const int64_t task = atomic_fetch_add_explicit(&run->next_task, 1, memory_order_relaxed);
-    if (task >= tasks) return;
-    if (run->split) {
-      run_chunk(run, task, memory);
-    } else {
-      run_unit(run, task, &memory);
-    }
+  if (run->split) {
+    const int64_t tasks = run->units * run->chunks;
+    for (int64_t task; (task = next_of(run)) < tasks;) run_chunk(run, task, memory);
+  } else {
+    for (int64_t task; (task = next_of(run)) < run->units;) run_unit(run, task, &memory);
   }
 }
 
-static void fold_work(void *data, int64_t index) { fold_unit(data, index); }
+static void fold_work(void *data, int64_t worker) {
+  fused_run *run = data;
+  const nyb_attention *a = run->call->attention;
+  const worker_memory memory = worker_memory_at(run->workspace + worker * worker_bytes(a), a);
+  for (int64_t task; (task = next_of(run)) < run->units;) fold_unit(run, task, &memory);
+}
 
 void nyb_attention_fused_run(const nyb_attention_call *call, char *workspace) {
   nyb_context *context = call->context;
@@ -381,6 +401,8 @@ void nyb_attention_fused_run(const nyb_attention_call *call, char *workspace) {
     all_tokens += a->lengths[b];
   }
   fused_run run = {
+      .columns = (nyb_attention_columns_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_COLUMNS,
+                                                          call->value_format),
       .call = call,
       .queries = (nyb_attention_queries_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_QUERIES,
                                                           call->key_format),
@@ -390,7 +412,7 @@ void nyb_attention_fused_run(const nyb_attention_call *call, char *workspace) {
                                                           NYB_FORMAT_PLAIN_F32),
       .values = (nyb_attention_values_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_VALUES,
                                                         call->value_format),
-      .two_terms = a->q.dtype == NYB_F32,
+      .precise = a->q.dtype == NYB_F32 || a->out.dtype == NYB_F32,
       .round_scores_to = a->rounding == NYB_ROUNDING_MLX ? a->q.dtype : NYB_F32,
       .blocks = (rows_per_kv_head(call) + NYB_TILE_ROWS - 1) / NYB_TILE_ROWS,
       .chunks = chunks_of(longest),
@@ -407,10 +429,19 @@ void nyb_attention_fused_run(const nyb_attention_call *call, char *workspace) {
   if (worth < run.workers) run.workers = worth > 1 ? worth : 1;
   nyb_parallel(context, run.workers, work, &run);
   if (run.split) {
-    nyb_parallel(context, run.units, fold_work, &run);
+    atomic_store_explicit(&run.next_task, 0, memory_order_relaxed);
+    const int64_t partial_elements =
+        run.units * run.chunks * row_state_bytes(a, rows_per_unit(call)) / (int64_t)sizeof(float);
+    const int64_t folders = partial_elements / min_elements_per_worker;
+    nyb_parallel(context,
+                 folders < 1             ? 1
+                 : folders < run.workers ? folders
+                                         : run.workers,
+                 fold_work, &run);
   }
   nyb_count_kernel(context, NYB_OPERATION_ATTENTION_QUERIES, call->key_format);
   nyb_count_kernel(context, NYB_OPERATION_ATTENTION_SCORES, call->key_format);
   nyb_count_kernel(context, NYB_OPERATION_ATTENTION_SOFTMAX, NYB_FORMAT_PLAIN_F32);
   nyb_count_kernel(context, NYB_OPERATION_ATTENTION_VALUES, call->value_format);
+  nyb_count_kernel(context, NYB_OPERATION_ATTENTION_COLUMNS, call->value_format);
 }

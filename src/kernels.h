@@ -32,6 +32,7 @@ typedef enum nyb_operation {
   NYB_OPERATION_ATTENTION_SCORES,
   NYB_OPERATION_ATTENTION_SOFTMAX, /* format: PLAIN_F32 */
   NYB_OPERATION_ATTENTION_VALUES,
+  NYB_OPERATION_ATTENTION_COLUMNS,
   NYB_OPERATION_GEGLU, /* formats: the PLAIN ones */
   NYB_OPERATION_COUNT
 } nyb_operation;
@@ -93,7 +94,7 @@ typedef struct nyb_query_block {
   const float *q; /* [rows][nyb_padded_dim(dim)], scaled and rounded, zero in the padding */
   int64_t rows, dim;
   int32_t group_size;
-  bool two_terms; /* affine: keep 30 bits of q instead of 15 */
+  bool precise;   /* affine: keep 30 bits of q instead of 15 */
   void *prepared; /* nyb_prepared_bytes(dim) for each row */
 } nyb_query_block;
 
@@ -109,7 +110,7 @@ static inline int64_t nyb_prepared_bytes(int64_t dim) {
 typedef struct nyb_score_tile {
   const void *prepared;
   int64_t rows;
-  bool two_terms;
+  bool precise; /* as prepared */
   nyb_tile_tokens k;
   float *scores;
   void *scratch; /* NYB_TILE_SCRATCH_BYTES */
@@ -132,16 +133,29 @@ typedef struct nyb_softmax_tile {
 /* Returns whether any rescale is other than 1. */
 typedef bool (*nyb_attention_softmax_fn)(const nyb_softmax_tile *tile);
 
-/* out[r] += sum over t of weights[r][t] * v_t. */
+/* out[r] += sum over t of weights[r][t] * v_t. The columns of out stand in the kernel's own order:
+ * `columns` brings a finished row into the order of the elements. */
 typedef struct nyb_value_tile {
   const float *weights; /* [rows][NYB_TILE_TOKENS] */
   int64_t rows;
+  bool precise; /* affine: multiply by weights as floats; else by weights of 16 bits, a scale each
+                   row, tile and group */
   nyb_tile_tokens v;
   float *out; /* [rows][nyb_padded_dim(v.dim)] */
   void *scratch;
 } nyb_value_tile;
 
 typedef void (*nyb_attention_values_fn)(const nyb_value_tile *tile);
+
+typedef struct nyb_value_columns {
+  const float *from; /* [nyb_padded_dim(dim)], as `values` of the same format left it */
+  float *to;         /* [nyb_padded_dim(dim)], not from */
+  int64_t dim;
+  int32_t group_size;
+  bool precise;
+} nyb_value_columns;
+
+typedef void (*nyb_attention_columns_fn)(const nyb_value_columns *columns);
 
 enum { NYB_TILE_SCRATCH_BYTES = 48 * 1024 };
 

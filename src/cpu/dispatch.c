@@ -66,6 +66,7 @@ const char *nyb_operation_name(nyb_operation operation) {
       [NYB_OPERATION_ATTENTION_SOFTMAX] = "attention_softmax",
       [NYB_OPERATION_ATTENTION_SCORES] = "attention_scores",
       [NYB_OPERATION_ATTENTION_VALUES] = "attention_values",
+      [NYB_OPERATION_ATTENTION_COLUMNS] = "attention_columns",
       [NYB_OPERATION_GEGLU] = "geglu",
   };
   return names[operation];

@@ -71,6 +71,34 @@ static inline vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 static inline vi vi_shift_right(vi a, int bits) { return _mm512_srli_epi32(a, (unsigned)bits); }
 static inline vi vi_dot16(vi acc, vi a, vi b) { return _mm512_dpwssd_epi32(acc, a, b); }
 
+static inline vi vi_join_halves(vi low, vi high) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_slli_epi32(high, 16));
+}
+
+/* 256 bits wide: the words of a group of 64 codes of 4 bits. */
+enum { WORD_LANES = 8 };
+typedef __m256i wi;
+static inline wi wi_zero(void) { return _mm256_setzero_si256(); }
+static inline wi wi_set1(int32_t x) { return _mm256_set1_epi32(x); }
+static inline wi wi_load(const char *p) {
+  return _mm256_loadu_si256((const __m256i *)(const void *)p);
+}
+static inline void wi_store(int32_t *p, wi x) { _mm256_storeu_si256((__m256i *)(void *)p, x); }
+static inline wi wi_and(wi a, wi b) { return _mm256_and_si256(a, b); }
+static inline wi wi_shift_right_each(wi a, wi bits) { return _mm256_srlv_epi32(a, bits); }
+static inline wi wi_low_halves(wi a, wi b) {
+  return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+}
+static inline wi wi_high_halves(wi a, wi b) {
+  return _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa);
+}
+static inline wi wi_dot16(wi acc, wi a, wi b) { return _mm256_dpwssd_epi32(acc, a, b); }
+static inline void wi_add_scaled(float *out, wi dots, float unit, float rest) {
+  const __m256 scaled =
+      _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), _mm256_set1_ps(unit), _mm256_set1_ps(rest));
+  _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), scaled));
+}
+
 static inline void load_words_transposed(const char *const *rows, int64_t first_word, int64_t count,
                                          vi *words) {
   const __mmask16 mask = lanes_below(count);

@@ -73,6 +73,28 @@ static inline vi vi_dot16(vi acc, vi a, vi b) {
   return vaddq_s32(acc, vpaddq_s32(low, vmull_high_s16(x, y)));
 }
 
+static inline vi vi_join_halves(vi low, vi high) { return vsliq_n_s32(low, high, 16); }
+
+enum { WORD_LANES = 4 };
+typedef int32x4_t wi;
+static inline wi wi_zero(void) { return vdupq_n_s32(0); }
+static inline wi wi_set1(int32_t x) { return vdupq_n_s32(x); }
+static inline wi wi_load(const char *p) { return vld1q_s32((const int32_t *)(const void *)p); }
+static inline void wi_store(int32_t *p, wi x) { vst1q_s32(p, x); }
+static inline wi wi_and(wi a, wi b) { return vandq_s32(a, b); }
+static inline wi wi_shift_right_each(wi a, wi bits) {
+  return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(a), vnegq_s32(bits)));
+}
+static inline wi wi_low_halves(wi a, wi b) { return vsliq_n_s32(a, b, 16); }
+static inline wi wi_high_halves(wi a, wi b) {
+  return vreinterpretq_s32_u32(vsriq_n_u32(vreinterpretq_u32_s32(b), vreinterpretq_u32_s32(a), 16));
+}
+static inline wi wi_dot16(wi acc, wi a, wi b) { return vi_dot16(acc, a, b); }
+static inline void wi_add_scaled(float *out, wi dots, float unit, float rest) {
+  const float32x4_t scaled = vfmaq_n_f32(vdupq_n_f32(rest), vcvtq_f32_s32(dots), unit);
+  vst1q_f32(out, vaddq_f32(vld1q_f32(out), scaled));
+}
+
 static inline void load_words_transposed(const char *const *rows, int64_t first_word, int64_t count,
                                          vi *words) {
   int32_t block[4][4] = {{0}};

@@ -56,6 +56,35 @@ static inline vi vi_dot16(vi acc, vi a, vi b) {
          (int16_t)((uint32_t)a >> 16) * (int16_t)((uint32_t)b >> 16);
 }
 
+/* low's low half and high's low half in each lane */
+static inline vi vi_join_halves(vi low, vi high) {
+  return (vi)(((uint32_t)low & 0xffffu) | ((uint32_t)high << 16));
+}
+
+/* Vectors of packed words, where a lane is a word of a row. */
+enum { WORD_LANES = 1 };
+typedef int32_t wi;
+static inline wi wi_zero(void) { return 0; }
+static inline wi wi_set1(int32_t x) { return x; }
+static inline wi wi_load(const char *p) {
+  wi x;
+  memcpy(&x, p, 4);
+  return x;
+}
+static inline void wi_store(int32_t *p, wi x) { *p = x; }
+static inline wi wi_and(wi a, wi b) { return a & b; }
+static inline wi wi_shift_right_each(wi a, wi bits) { return (wi)((uint32_t)a >> bits); }
+static inline wi wi_low_halves(wi a, wi b) { return vi_join_halves(a, b); }
+/* a's high half below b's high half */
+static inline wi wi_high_halves(wi a, wi b) {
+  return (wi)((uint32_t)a >> 16 | ((uint32_t)b & 0xffff0000u));
+}
+static inline wi wi_dot16(wi acc, wi a, wi b) { return vi_dot16(acc, a, b); }
+/* out += unit * dots + rest */
+static inline void wi_add_scaled(float *out, wi dots, float unit, float rest) {
+  *out += (float)dots * unit + rest;
+}
+
 /* words[j] = lane t: word first_word + j of rows[t], for j < count <= VECTOR_LANES */
 static inline void load_words_transposed(const char *const *rows, int64_t first_word, int64_t count,
                                          vi *words) {

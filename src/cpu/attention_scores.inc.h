@@ -1,0 +1,320 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ---- Queries -------------------------------------------------------------------------------- */
+
+/* The prepared form of an affine row. */
+typedef struct prepared_row {
+  int32_t *pairs;     /* [dim/2], in the order in which codes come out of a word */
+  int32_t *low_pairs; /* [dim/2], the second term, if there are two */
+  float *step;        /* [groups]: value of 1 in pairs; in low_pairs it is step/LOW_STEPS */
+  float *sum;         /* [groups]: sum of the row as prepared */
+} prepared_row;
+
+#define LOW_STEPS 65534.0f
+
+ALWAYS_INLINE prepared_row prepared_row_at(const void *prepared, int64_t row, int64_t dim,
+                                           int64_t groups) {
+  char *base = (char *)(uintptr_t)prepared + row * nyb_prepared_bytes(dim);
+  prepared_row r;
+  r.pairs = (int32_t *)(void *)base;
+  r.low_pairs = r.pairs + dim / 2;
+  r.step = (float *)(void *)(r.low_pairs + dim / 2);
+  r.sum = r.step + groups;
+  return r;
+}
+
+/* Writes two terms of 16 bits where codes of `bits` bits will meet them: word by word, the pair k
+ * of a word holds its elements k and k + half. Widths that straddle words are unpacked to bytes
+ * first and then behave like 8 bits. */
+ALWAYS_INLINE void write_pairs(const int32_t *codes, int64_t count, int bits, int32_t *pairs) {
+  const int per_word = bits == 2 || bits == 4 ? 32 / bits : 4;
+  const int half = per_word / 2;
+  for (int64_t word = 0; word < count; word += per_word) {
+    for (int k = 0; k < half; k++) {
+      const uint32_t low = (uint32_t)codes[word + k] & 0xffffu;
+      const uint32_t high = (uint32_t)codes[word + k + half] << 16;
+      *pairs++ = (int32_t)(low | high);
+    }
+  }
+}
+
+/* Rounds one group of a row to 16 bits and, if asked, its remainder to 16 more. A NaN or infinity
+ * makes step and sum NaN or infinite, so that the score is not a number that looks right. */
+ALWAYS_INLINE void prepare_group(const float *q, int64_t count, int bits, bool precise,
+                                 int32_t *pairs, int32_t *low_pairs, float *step, float *sum) {
+  int32_t codes[MAX_GROUP];
+  vf largest = vf_zero(), poison = vf_zero();
+  for (int64_t i = 0; i < count; i += VECTOR_LANES) {
+    const vf x = vf_load(q + i);
+    largest = vf_max(vf_abs(x), largest);
+    poison = vf_fma(x, vf_zero(), poison);
+  }
+  float limit = vf_reduce_max(largest);
+  /* Far below normal floats 32767/limit would overflow. */
+  const float up = limit < 0x1p-90f ? 0x1p100f : 1.0f;
+  limit *= up;
+  const float inverse = limit > 0 ? 32767.0f / limit : 0;
+  const float unit = limit / 32767.0f; /* of a code, in q*up */
+  vi total = vi_zero();
+  for (int64_t i = 0; i < count; i += VECTOR_LANES) {
+    const vi code = vi_from_vf(vf_mul(vf_mul(vf_load(q + i), vf_set1(up)), vf_set1(inverse)));
+    vi_store(codes + i, code);
+    total = vi_add(total, code);
+  }
+  int32_t lanes[VECTOR_LANES];
+  vi_store(lanes, total);
+  int32_t code_sum = 0;
+  for (int i = 0; i < VECTOR_LANES; i++) code_sum += lanes[i];
+  write_pairs(codes, count, bits, pairs);
+
+  float exact_sum = unit * (float)code_sum;
+  if (precise) {
+    const vf low_inverse = vf_set1(limit > 0 ? LOW_STEPS / unit : 0);
+    total = vi_zero();
+    for (int64_t i = 0; i < count; i += VECTOR_LANES) {
+      const vf taken = vf_from_vi(vi_load(codes + i));
+      const vf rest = vf_fma(taken, vf_set1(-unit), vf_mul(vf_load(q + i), vf_set1(up)));
+      const vi code = vi_from_vf(vf_mul(rest, low_inverse));
+      vi_store(codes + i, code);
+      total = vi_add(total, code);
+    }
+    vi_store(lanes, total);
+    code_sum = 0;
+    for (int i = 0; i < VECTOR_LANES; i++) code_sum += lanes[i];
+    write_pairs(codes, count, bits, low_pairs);
+    exact_sum += unit / LOW_STEPS * (float)code_sum;
+  }
+  const float poisoned = vf_reduce_add(poison);
+  *step = unit / up + poisoned;
+  *sum = exact_sum / up + poisoned;
+}
+
+ALWAYS_INLINE void queries_affine(const nyb_query_block *block, int bits) {
+  const int64_t groups = block->dim / block->group_size;
+  for (int64_t row = 0; row < block->rows; row++) {
+    const float *q = block->q + row * nyb_padded_dim(block->dim);
+    const prepared_row r = prepared_row_at(block->prepared, row, block->dim, groups);
+    for (int64_t g = 0; g < groups; g++) {
+      const int64_t first = g * block->group_size;
+      prepare_group(q + first, block->group_size, bits, block->precise, r.pairs + first / 2,
+                    r.low_pairs + first / 2, r.step + g, r.sum + g);
+    }
+  }
+}
+
+static void queries_plain(const nyb_query_block *block) {
+  const int64_t padded = nyb_padded_dim(block->dim);
+  for (int64_t row = 0; row < block->rows; row++) {
+    memcpy((char *)block->prepared + row * nyb_prepared_bytes(block->dim), block->q + row * padded,
+           (size_t)padded * sizeof(float));
+  }
+}
+
+/* ---- Scores over affine keys ---------------------------------------------------------------- */
+
+/* One group of the tile's codes as pairs of 16-bit integers, [pair][token]. */
+ALWAYS_INLINE void transpose_group(const nyb_tile_tokens *k, int64_t group, int bits,
+                                   int64_t padded_tokens, int32_t *pairs, uint8_t *bytes) {
+  const int64_t count = k->group_size;
+  const bool straddles = bits == 3 || bits == 5 || bits == 6;
+  const int word_bits = straddles ? 8 : bits;
+  const int per_word = 32 / word_bits;
+  const int64_t words = count / per_word;
+  const int64_t first_word = straddles ? 0 : group * words;
+  const vi mask = vi_set1((int32_t)(((1u << word_bits) - 1) * 0x10001u));
+  for (int64_t t = 0; t < padded_tokens; t += VECTOR_LANES) {
+    const char *rows[VECTOR_LANES];
+    for (int i = 0; i < VECTOR_LANES; i++) { /* past the end: the last token again */
+      const int64_t token = t + i < k->tokens ? t + i : k->tokens - 1;
+      rows[i] = k->codes + token * k->codes_stride_bytes;
+      if (straddles) {
+        unpack_codes(rows[i], group * count, count, bits, bytes + i * MAX_GROUP);
+        rows[i] = (const char *)(bytes + i * MAX_GROUP);
+      }
+    }
+    for (int64_t word = 0; word < words; word += VECTOR_LANES) {
+      const int64_t here = words - word < VECTOR_LANES ? words - word : VECTOR_LANES;
+      vi lanes[VECTOR_LANES];
+      load_words_transposed(rows, first_word + word, here, lanes);
+      int32_t *to = pairs + word * (per_word / 2) * PAIR_STRIDE + t;
+      for (int64_t j = 0; j < here; j++) {
+        UNROLL
+        for (int i = 0; i < per_word / 2; i++, to += PAIR_STRIDE) {
+          vi_store(to, vi_and(vi_shift_right(lanes[j], i * word_bits), mask));
+        }
+      }
+    }
+  }
+}
+
+/* Dots of up to DOT_ROWS rows with DOT_VECTORS vectors of tokens over one group. */
+ALWAYS_INLINE void dot_block(int rows, int vectors, const int32_t *const *q, const int32_t *pairs,
+                             int64_t pair_count, vi sums[DOT_ROWS][DOT_VECTORS]) {
+  UNROLL
+  for (int r = 0; r < rows; r++) {
+    UNROLL
+    for (int v = 0; v < vectors; v++) sums[r][v] = vi_zero();
+  }
+  _Pragma("GCC unroll 2") for (int64_t pair = 0; pair < pair_count; pair++) {
+    vi k[DOT_VECTORS];
+    UNROLL
+    for (int v = 0; v < vectors; v++) k[v] = vi_load(pairs + pair * PAIR_STRIDE + v * VECTOR_LANES);
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+      const vi both = vi_set1(q[r][pair]);
+      UNROLL
+      for (int v = 0; v < vectors; v++) sums[r][v] = vi_dot16(sums[r][v], k[v], both);
+    }
+  }
+}
+
+typedef struct group_of_keys {
+  const int32_t *pairs;
+  int64_t pair_count, group, groups;
+  const float *scales, *biases; /* [token] */
+} group_of_keys;
+
+/* score += scale * (step * dot) + bias * sum(q) */
+ALWAYS_INLINE void score_block(const nyb_score_tile *tile, const group_of_keys *keys, int rows,
+                               int vectors, int64_t first_row, int64_t token) {
+  prepared_row q[DOT_ROWS];
+  const int32_t *terms[DOT_ROWS];
+  vi sums[DOT_ROWS][DOT_VECTORS];
+  vf dots[DOT_ROWS][DOT_VECTORS];
+  UNROLL
+  for (int r = 0; r < rows; r++) {
+    q[r] = prepared_row_at(tile->prepared, first_row + r, tile->k.dim, keys->groups);
+    terms[r] = q[r].pairs + keys->group * keys->pair_count;
+  }
+  dot_block(rows, vectors, terms, keys->pairs + token, keys->pair_count, sums);
+  UNROLL
+  for (int r = 0; r < rows; r++) {
+    const vf step = vf_set1(q[r].step[keys->group]);
+    UNROLL
+    for (int v = 0; v < vectors; v++) dots[r][v] = vf_mul(vf_from_vi(sums[r][v]), step);
+  }
+  if (tile->precise) {
+    UNROLL
+    for (int r = 0; r < rows; r++) terms[r] = q[r].low_pairs + keys->group * keys->pair_count;
+    dot_block(rows, vectors, terms, keys->pairs + token, keys->pair_count, sums);
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+      const vf step = vf_set1(q[r].step[keys->group] / LOW_STEPS);
+      UNROLL
+      for (int v = 0; v < vectors; v++) {
+        dots[r][v] = vf_fma(vf_from_vi(sums[r][v]), step, dots[r][v]);
+      }
+    }
+  }
+  UNROLL
+  for (int r = 0; r < rows; r++) {
+    const vf sum = vf_set1(q[r].sum[keys->group]);
+    UNROLL
+    for (int v = 0; v < vectors; v++) {
+      const int64_t t = token + v * VECTOR_LANES;
+      float *score = tile->scores + (first_row + r) * NYB_TILE_TOKENS + t;
+      const vf before = keys->group == 0 ? vf_zero() : vf_load(score);
+      const vf scaled = vf_fma(vf_load(keys->scales + t), dots[r][v], before);
+      vf_store(score, vf_fma(vf_load(keys->biases + t), sum, scaled));
+    }
+  }
+}
+
+ALWAYS_INLINE void score_rows(const nyb_score_tile *tile, const group_of_keys *keys, int rows,
+                              int64_t first_row, int64_t padded_tokens) {
+  int64_t t = 0;
+  for (; t + DOT_VECTORS * VECTOR_LANES <= padded_tokens; t += DOT_VECTORS * VECTOR_LANES) {
+    score_block(tile, keys, rows, DOT_VECTORS, first_row, t);
+  }
+  for (; t < padded_tokens; t += VECTOR_LANES) {
+    score_block(tile, keys, rows, 1, first_row, t);
+  }
+}
+
+typedef struct score_scratch {
+  int32_t pairs[MAX_GROUP / 2 * PAIR_STRIDE];
+  uint8_t bytes[VECTOR_LANES * MAX_GROUP];
+  float scales[NYB_TILE_TOKENS], biases[NYB_TILE_TOKENS];
+} score_scratch;
+_Static_assert(sizeof(score_scratch) <= NYB_TILE_SCRATCH_BYTES, "scores must fit the scratch");
+
+ALWAYS_INLINE void scores_affine(const nyb_score_tile *tile, int bits) {
+  score_scratch *scratch = tile->scratch;
+  const nyb_tile_tokens *k = &tile->k;
+  const int64_t padded_tokens = (k->tokens + VECTOR_LANES - 1) / VECTOR_LANES * VECTOR_LANES;
+  group_of_keys keys = {.pairs = scratch->pairs,
+                        .pair_count = k->group_size / 2,
+                        .groups = k->dim / k->group_size,
+                        .scales = scratch->scales,
+                        .biases = scratch->biases};
+  for (int64_t t = k->tokens; t < padded_tokens; t++) {
+    scratch->scales[t] = scratch->biases[t] = 0;
+  }
+  for (keys.group = 0; keys.group < keys.groups; keys.group++) {
+    transpose_group(k, keys.group, bits, padded_tokens, scratch->pairs, scratch->bytes);
+    gather_group(k->scales, k->scales_stride_bytes, keys.group, k->tokens, k->scale_dtype,
+                 scratch->scales);
+    gather_group(k->biases, k->biases_stride_bytes, keys.group, k->tokens, k->scale_dtype,
+                 scratch->biases);
+    int64_t row = 0;
+    for (; row + DOT_ROWS <= tile->rows; row += DOT_ROWS) {
+      score_rows(tile, &keys, DOT_ROWS, row, padded_tokens);
+    }
+    switch (tile->rows - row) {
+      case 3: score_rows(tile, &keys, 3, row, padded_tokens); break;
+      case 2: score_rows(tile, &keys, 2, row, padded_tokens); break;
+      case 1: score_rows(tile, &keys, 1, row, padded_tokens); break;
+      default: break;
+    }
+  }
+}
+
+/* ---- Scores over plain keys ----------------------------------------------------------------- */
+
+/* Elements in the lanes: each key vector is loaded once for up to four rows. */
+ALWAYS_INLINE void score_plain_rows(const nyb_score_tile *tile, int rows, int64_t first_row,
+                                    nyb_dtype dtype) {
+  const nyb_tile_tokens *k = &tile->k;
+  const float *q[DOT_ROWS];
+  UNROLL
+  for (int r = 0; r < rows; r++) {
+    q[r] = (const float *)(const void *)((const char *)tile->prepared +
+                                         (first_row + r) * nyb_prepared_bytes(k->dim));
+  }
+  const int64_t whole = k->dim / VECTOR_LANES * VECTOR_LANES;
+  for (int64_t t = 0; t < k->tokens; t++) {
+    const char *key = k->codes + t * k->codes_stride_bytes;
+    vf even[DOT_ROWS], odd[DOT_ROWS]; /* two chains a row hide the FMA's latency */
+    UNROLL
+    for (int r = 0; r < rows; r++) even[r] = odd[r] = vf_zero();
+    int64_t d = 0;
+    for (; d + 2 * VECTOR_LANES <= whole; d += 2 * VECTOR_LANES) {
+      const vf first = load_plain(key, d, dtype), second = load_plain(key, d + VECTOR_LANES, dtype);
+      UNROLL
+      for (int r = 0; r < rows; r++) {
+        even[r] = vf_fma(first, vf_load(q[r] + d), even[r]);
+        odd[r] = vf_fma(second, vf_load(q[r] + d + VECTOR_LANES), odd[r]);
+      }
+    }
+    for (; d < k->dim; d += VECTOR_LANES) {
+      const vf last =
+          d < whole ? load_plain(key, d, dtype) : load_plain_tail(key, d, k->dim, dtype);
+      UNROLL
+      for (int r = 0; r < rows; r++) even[r] = vf_fma(last, vf_load(q[r] + d), even[r]);
+    }
+    UNROLL
+    for (int r = 0; r < rows; r++) {
+      tile->scores[(first_row + r) * NYB_TILE_TOKENS + t] = vf_reduce_add(vf_add(even[r], odd[r]));
+    }
+  }
+}
+
+ALWAYS_INLINE void scores_plain(const nyb_score_tile *tile, nyb_dtype dtype) {
+  int64_t row = 0;
+  for (; row + 4 <= tile->rows; row += 4) score_plain_rows(tile, 4, row, dtype);
+  switch (tile->rows - row) {
+    case 3: score_plain_rows(tile, 3, row, dtype); break;
+    case 2: score_plain_rows(tile, 2, row, dtype); break;
+    case 1: score_plain_rows(tile, 1, row, dtype); break;
+    default: break;
+  }
+}

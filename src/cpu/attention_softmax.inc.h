@@ -1,0 +1,111 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* ---- Softmax -------------------------------------------------------------------------------- */
+
+/* exp(x) for x <= 0 within about 2 ulp; 0 below -87.3, where exp leaves the normal floats; NaN
+ * stays NaN. x = n ln2 + r with |r| <= ln2/2, and the Taylor polynomial of degree 7 leaves a
+ * relative error below 4e-9 there. ln2 is split so that n times its upper part is exact. */
+ALWAYS_INLINE vf exp_of_negative(vf x) {
+  const vf n = vf_round(vf_mul(x, vf_set1(0x1.715476p+0f)));
+  vf r = vf_fma(n, vf_set1(-0x1.62e4p-1f), x);
+  r = vf_fma(n, vf_set1(-0x1.7f7d1cp-20f), r);
+  vf p = vf_set1(1.0f / 5040);
+  p = vf_fma(p, r, vf_set1(1.0f / 720));
+  p = vf_fma(p, r, vf_set1(1.0f / 120));
+  p = vf_fma(p, r, vf_set1(1.0f / 24));
+  p = vf_fma(p, r, vf_set1(1.0f / 6));
+  p = vf_fma(p, r, vf_set1(0.5f));
+  p = vf_fma(p, r, vf_set1(1.0f));
+  p = vf_fma(p, r, vf_set1(1.0f));
+  const vf floor = vf_set1(-126.0f); /* keeps the power a normal number; such lanes become 0 */
+  return vf_zero_below(vf_scale_by_power(p, vf_max(n, floor)), x, -87.3f);
+}
+
+ALWAYS_INLINE vf round_score(vf score, nyb_dtype dtype) {
+  if (dtype == NYB_BF16) return vf_round_bf16(score);
+  if (dtype == NYB_F16) return vf_round_f16(score);
+  return score;
+}
+
+/* Moves the row's maximum up to the tile's; what was summed so far shrinks along. */
+ALWAYS_INLINE bool raise_maximum(const nyb_softmax_tile *tile, int64_t row, float tile_maximum) {
+  const float before = tile->maximum[row];
+  tile->rescale[row] = 1;
+  if (!(tile_maximum > before)) return false;
+  tile->maximum[row] = tile_maximum;
+  if (before == -INFINITY) return false;
+  float lanes[VECTOR_LANES];
+  vf_store(lanes, exp_of_negative(vf_set1(before - tile_maximum)));
+  tile->rescale[row] = lanes[0];
+  tile->sum[row] *= lanes[0];
+  return true;
+}
+
+/* A row that sees the whole tile: no lane is masked. */
+ALWAYS_INLINE bool softmax_whole_row(const nyb_softmax_tile *tile, int64_t row,
+                                     nyb_dtype round_to) {
+  float *scores = tile->scores + row * NYB_TILE_TOKENS;
+  vf largest = vf_set1(-INFINITY);
+  _Pragma("GCC unroll 8") for (int t = 0; t < NYB_TILE_TOKENS; t += VECTOR_LANES) {
+    const vf s = round_score(vf_load(scores + t), round_to);
+    if (round_to != NYB_F32) vf_store(scores + t, s);
+    largest = vf_max(s, largest);
+  }
+  const bool moved = raise_maximum(tile, row, vf_reduce_max(largest));
+  const vf maximum = vf_set1(tile->maximum[row]);
+  vf sum = vf_zero();
+  _Pragma("GCC unroll 4") for (int t = 0; t < NYB_TILE_TOKENS; t += VECTOR_LANES) {
+    const vf p = exp_of_negative(vf_sub(vf_load(scores + t), maximum));
+    vf_store(scores + t, p);
+    sum = vf_add(sum, p);
+  }
+  tile->sum[row] += vf_reduce_add(sum);
+  return moved;
+}
+
+static bool softmax_part_row(const nyb_softmax_tile *tile, int64_t row, nyb_dtype round_to) {
+  float *scores = tile->scores + row * NYB_TILE_TOKENS;
+  const int64_t visible = tile->visible[row];
+  vf largest = vf_set1(-INFINITY);
+  for (int64_t t = 0; t < visible; t += VECTOR_LANES) {
+    vf s = round_score(vf_load(scores + t), round_to);
+    vf_store(scores + t, s);
+    if (t + VECTOR_LANES > visible) {
+      float lanes[VECTOR_LANES];
+      vf_store(lanes, s);
+      for (int64_t i = visible - t; i < VECTOR_LANES; i++) lanes[i] = -INFINITY;
+      s = vf_load(lanes);
+    }
+    largest = vf_max(s, largest);
+  }
+  const bool moved = raise_maximum(tile, row, vf_reduce_max(largest));
+  const vf maximum = vf_set1(tile->maximum[row]);
+  vf sum = vf_zero();
+  int64_t t = 0;
+  for (; t < visible; t += VECTOR_LANES) {
+    const vf p = exp_of_negative(vf_sub(vf_load(scores + t), maximum));
+    const vf kept = vf_keep_first(p, visible - t);
+    vf_store(scores + t, kept);
+    sum = vf_add(sum, kept);
+  }
+  for (; t < NYB_TILE_TOKENS; t += VECTOR_LANES) vf_store(scores + t, vf_zero());
+  tile->sum[row] += vf_reduce_add(sum);
+  return moved;
+}
+
+ALWAYS_INLINE bool softmax_row(const nyb_softmax_tile *tile, int64_t row, nyb_dtype round_to) {
+  return tile->visible[row] == NYB_TILE_TOKENS ? softmax_whole_row(tile, row, round_to)
+                                               : softmax_part_row(tile, row, round_to);
+}
+
+bool KERNEL(attention_softmax_plain_f32)(const nyb_softmax_tile *tile);
+bool KERNEL(attention_softmax_plain_f32)(const nyb_softmax_tile *tile) {
+  bool moved = false;
+  for (int64_t row = 0; row < tile->rows; row++) {
+    switch (tile->round_to) {
+      case NYB_F32: moved |= softmax_row(tile, row, NYB_F32); break;
+      case NYB_F16: moved |= softmax_row(tile, row, NYB_F16); break;
+      case NYB_BF16: moved |= softmax_row(tile, row, NYB_BF16); break;
+    }
+  }
+  return moved;
+}
