@@ -111,6 +111,13 @@ static void queries_plain(const nyb_query_block *block) {
 
 /* ---- Scores over affine keys ---------------------------------------------------------------- */
 
+/* Field i of `bits` bits of each 16-bit half. */
+ALWAYS_INLINE vi field_of_halves(vi words, int i, int bits) {
+  const vi shifted = i == 0 ? words : vi_shift_right_halves(words, i * bits);
+  if ((i + 1) * bits == 16) return shifted;
+  return vi_and(shifted, vi_set1((int32_t)(((1u << bits) - 1) * 0x10001u)));
+}
+
 /* One group of the tile's codes as pairs of 16-bit integers, [pair][token]. */
 ALWAYS_INLINE void transpose_group(const nyb_tile_tokens *k, int64_t group, int bits,
                                    int64_t padded_tokens, int32_t *pairs, uint8_t *bytes) {
@@ -120,7 +127,6 @@ ALWAYS_INLINE void transpose_group(const nyb_tile_tokens *k, int64_t group, int 
   const int per_word = 32 / word_bits;
   const int64_t words = count / per_word;
   const int64_t first_word = straddles ? 0 : group * words;
-  const vi mask = vi_set1((int32_t)(((1u << word_bits) - 1) * 0x10001u));
   for (int64_t t = 0; t < padded_tokens; t += VECTOR_LANES) {
     const char *rows[VECTOR_LANES];
     for (int i = 0; i < VECTOR_LANES; i++) { /* past the end: the last token again */
@@ -139,7 +145,7 @@ ALWAYS_INLINE void transpose_group(const nyb_tile_tokens *k, int64_t group, int 
       for (int64_t j = 0; j < here; j++) {
         UNROLL
         for (int i = 0; i < per_word / 2; i++, to += PAIR_STRIDE) {
-          vi_store(to, vi_and(vi_shift_right(lanes[j], i * word_bits), mask));
+          vi_store(to, field_of_halves(lanes[j], i, word_bits));
         }
       }
     }

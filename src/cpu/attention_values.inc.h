@@ -208,33 +208,37 @@ typedef struct word_strip {
   const char *words; /* the first token's word vector */
   int64_t stride_bytes;
   int64_t tokens;
-  int32_t first_shift; /* of the strip's first vector, in bits; the next ones follow */
 } word_strip;
 
-ALWAYS_INLINE void load_strip(const word_strip *strip, int64_t pair, int bits, bool high_half,
-                              const wi *shifts, wi *codes) {
+/* Which codes of a word a strip holds: fields first, first + 1, ... of `bits` bits of its low or
+ * high half. All constants where it is used. */
+#define WORD_FIELDS int bits, bool high_half, int first_field
+
+ALWAYS_INLINE void load_strip(const word_strip *strip, int64_t pair, WORD_FIELDS, wi *codes) {
   const char *low = strip->words + pair * strip->stride_bytes;
   /* Without a partner the token is paired with itself; the partner's weight is 0. */
   const char *high = pair + PAIRS < strip->tokens ? low + PAIRS * strip->stride_bytes : low;
-  const wi mask = wi_set1((int32_t)(((1u << bits) - 1) * 0x10001u));
   const wi both = high_half ? wi_high_halves(wi_load(low), wi_load(high))
                             : wi_low_halves(wi_load(low), wi_load(high));
   UNROLL
   for (int v = 0; v < WORDS_STRIP; v++) {
-    codes[v] = wi_and(wi_shift_right_each(both, shifts[v]), mask);
+    const int field = first_field + v;
+    codes[v] = field == 0 ? both : wi_shift_right_halves(both, field * bits);
+    if ((field + 1) * bits != 16) {
+      codes[v] = wi_and(codes[v], wi_set1((int32_t)(((1u << bits) - 1) * 0x10001u)));
+    }
   }
 }
 
 /* out[r] += unit[r] * dots over the tile's pairs + rest[r]. decoded: the strip's code vectors, or
  * NULL to cut them from the words. */
-ALWAYS_INLINE void dot_words(int rows, const word_strip *strip, int bits, bool high_half,
-                             const int32_t *decoded, const int32_t *weights, const float *units,
-                             const float *rests, float *out, int64_t out_stride) {
+ALWAYS_INLINE void dot_words(int rows, const word_strip *strip, WORD_FIELDS, const int32_t *decoded,
+                             const int32_t *weights, const float *units, const float *rests,
+                             float *out, int64_t out_stride) {
   const int64_t pairs = strip->tokens < PAIRS ? strip->tokens : PAIRS;
-  wi sums[MAX_SUM_ROWS][WORDS_STRIP], shifts[WORDS_STRIP];
+  wi sums[MAX_SUM_ROWS][WORDS_STRIP];
   UNROLL
   for (int v = 0; v < WORDS_STRIP; v++) {
-    shifts[v] = wi_set1(strip->first_shift + v * bits);
     UNROLL
     for (int r = 0; r < rows; r++) sums[r][v] = wi_zero();
   }
@@ -246,7 +250,7 @@ ALWAYS_INLINE void dot_words(int rows, const word_strip *strip, int bits, bool h
         codes[v] = wi_load((const char *)(decoded + (pair * WORDS_STRIP + v) * WORD_LANES));
       }
     } else {
-      load_strip(strip, pair, bits, high_half, shifts, codes);
+      load_strip(strip, pair, bits, high_half, first_field, codes);
     }
     UNROLL
     for (int r = 0; r < rows; r++) {
@@ -265,33 +269,32 @@ ALWAYS_INLINE void dot_words(int rows, const word_strip *strip, int bits, bool h
 }
 
 /* All rows of the block over one strip. With many rows it is decoded once into scratch. */
-ALWAYS_INLINE void dot_strip(const nyb_value_tile *tile, const word_strip *strip, int bits,
-                             bool high_half, word_scratch *scratch, float *out) {
+ALWAYS_INLINE void dot_strip(const nyb_value_tile *tile, const word_strip *strip, WORD_FIELDS,
+                             word_scratch *scratch, float *out) {
   const int64_t out_stride = nyb_padded_dim(tile->v.dim);
   const bool decode = tile->rows > MAX_SUM_ROWS;
   if (decode) {
     const int64_t pairs = strip->tokens < PAIRS ? strip->tokens : PAIRS;
-    wi shifts[WORDS_STRIP], codes[WORDS_STRIP];
-    UNROLL
-    for (int v = 0; v < WORDS_STRIP; v++) shifts[v] = wi_set1(strip->first_shift + v * bits);
+    wi codes[WORDS_STRIP];
     int32_t *to = scratch->decoded;
     for (int64_t pair = 0; pair < pairs; pair++) {
-      load_strip(strip, pair, bits, high_half, shifts, codes);
+      load_strip(strip, pair, bits, high_half, first_field, codes);
       UNROLL
       for (int v = 0; v < WORDS_STRIP; v++, to += WORD_LANES) wi_store(to, codes[v]);
     }
   }
   int64_t row = 0;
-#define NYB_DOT_ROWS(count)                                                                  \
-  do {                                                                                       \
-    const int32_t *w = scratch->weights + row * PAIRS;                                       \
-    const float *u = scratch->units + row, *rest = scratch->rest_sums + row;                 \
-    float *o = out + row * out_stride;                                                       \
-    if (decode) {                                                                            \
-      dot_words(count, strip, bits, high_half, scratch->decoded, w, u, rest, o, out_stride); \
-    } else {                                                                                 \
-      dot_words(count, strip, bits, high_half, NULL, w, u, rest, o, out_stride);             \
-    }                                                                                        \
+#define NYB_DOT_ROWS(count)                                                                   \
+  do {                                                                                        \
+    const int32_t *w = scratch->weights + row * PAIRS;                                        \
+    const float *u = scratch->units + row, *rest = scratch->rest_sums + row;                  \
+    float *o = out + row * out_stride;                                                        \
+    if (decode) {                                                                             \
+      dot_words(count, strip, bits, high_half, first_field, scratch->decoded, w, u, rest, o,  \
+                out_stride);                                                                  \
+    } else {                                                                                  \
+      dot_words(count, strip, bits, high_half, first_field, NULL, w, u, rest, o, out_stride); \
+    }                                                                                         \
   } while (0)
   for (; row + MAX_SUM_ROWS <= tile->rows; row += MAX_SUM_ROWS) NYB_DOT_ROWS(MAX_SUM_ROWS);
   switch (tile->rows - row) {
@@ -306,18 +309,17 @@ ALWAYS_INLINE void dot_strip(const nyb_value_tile *tile, const word_strip *strip
 /* One group whose codes of `bits` bits fill word vectors. */
 ALWAYS_INLINE void dot_group(const nyb_value_tile *tile, const char *words, int64_t stride_bytes,
                              int bits, word_scratch *scratch, float *out) {
-  const int per_half = 16 / bits;
   const int64_t word_vectors = tile->v.group_size * bits / 32 / WORD_LANES;
   word_strip strip = {.stride_bytes = stride_bytes, .tokens = tile->v.tokens};
   for (int64_t k = 0; k < word_vectors; k++) {
     strip.words = words + k * WORD_LANES * 4;
-    for (int i = 0; i < per_half; i += WORDS_STRIP, out += WORDS_STRIP * WORD_LANES) {
-      strip.first_shift = i * bits;
-      dot_strip(tile, &strip, bits, false, scratch, out);
-    }
-    for (int i = 0; i < per_half; i += WORDS_STRIP, out += WORDS_STRIP * WORD_LANES) {
-      strip.first_shift = i * bits;
-      dot_strip(tile, &strip, bits, true, scratch, out);
+    UNROLL
+    for (int half = 0; half < 2; half++) {
+      UNROLL
+      for (int field = 0; field < 16 / bits; field += WORDS_STRIP) {
+        dot_strip(tile, &strip, bits, half == 1, field, scratch, out);
+        out += WORDS_STRIP * WORD_LANES;
+      }
     }
   }
 }

@@ -92,6 +92,7 @@ static inline vi vi_dot16(vi acc, vi a, vi b) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b));
 }
 
+static inline vi vi_shift_right_halves(vi a, int bits) { return _mm256_srli_epi16(a, bits); }
 static inline vi vi_join_halves(vi low, vi high) {
   return _mm256_blend_epi16(low, _mm256_slli_epi32(high, 16), 0xaa);
 }
@@ -105,7 +106,7 @@ static inline wi wi_load(const char *p) {
 }
 static inline void wi_store(int32_t *p, wi x) { _mm256_storeu_si256((__m256i *)(void *)p, x); }
 static inline wi wi_and(wi a, wi b) { return _mm256_and_si256(a, b); }
-static inline wi wi_shift_right_each(wi a, wi bits) { return _mm256_srlv_epi32(a, bits); }
+static inline wi wi_shift_right_halves(wi a, int bits) { return _mm256_srli_epi16(a, bits); }
 static inline wi wi_low_halves(wi a, wi b) {
   return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
 }

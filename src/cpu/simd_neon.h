@@ -73,6 +73,9 @@ static inline vi vi_dot16(vi acc, vi a, vi b) {
   return vaddq_s32(acc, vpaddq_s32(low, vmull_high_s16(x, y)));
 }
 
+static inline vi vi_shift_right_halves(vi a, int bits) {
+  return vreinterpretq_s32_u16(vshlq_u16(vreinterpretq_u16_s32(a), vdupq_n_s16((int16_t)-bits)));
+}
 static inline vi vi_join_halves(vi low, vi high) { return vsliq_n_s32(low, high, 16); }
 
 enum { WORD_LANES = 4 };
@@ -82,9 +85,7 @@ static inline wi wi_set1(int32_t x) { return vdupq_n_s32(x); }
 static inline wi wi_load(const char *p) { return vld1q_s32((const int32_t *)(const void *)p); }
 static inline void wi_store(int32_t *p, wi x) { vst1q_s32(p, x); }
 static inline wi wi_and(wi a, wi b) { return vandq_s32(a, b); }
-static inline wi wi_shift_right_each(wi a, wi bits) {
-  return vreinterpretq_s32_u32(vshlq_u32(vreinterpretq_u32_s32(a), vnegq_s32(bits)));
-}
+static inline wi wi_shift_right_halves(wi a, int bits) { return vi_shift_right_halves(a, bits); }
 static inline wi wi_low_halves(wi a, wi b) { return vsliq_n_s32(a, b, 16); }
 static inline wi wi_high_halves(wi a, wi b) {
   return vreinterpretq_s32_u32(vsriq_n_u32(vreinterpretq_u32_s32(b), vreinterpretq_u32_s32(a), 16));

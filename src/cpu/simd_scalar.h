@@ -56,6 +56,10 @@ static inline vi vi_dot16(vi acc, vi a, vi b) {
          (int16_t)((uint32_t)a >> 16) * (int16_t)((uint32_t)b >> 16);
 }
 
+/* Each 16-bit half shifted on its own. */
+static inline vi vi_shift_right_halves(vi a, int bits) {
+  return (vi)(((uint32_t)a >> bits) & ((0xffffu >> bits) * 0x10001u));
+}
 /* low's low half and high's low half in each lane */
 static inline vi vi_join_halves(vi low, vi high) {
   return (vi)(((uint32_t)low & 0xffffu) | ((uint32_t)high << 16));
@@ -73,7 +77,7 @@ static inline wi wi_load(const char *p) {
 }
 static inline void wi_store(int32_t *p, wi x) { *p = x; }
 static inline wi wi_and(wi a, wi b) { return a & b; }
-static inline wi wi_shift_right_each(wi a, wi bits) { return (wi)((uint32_t)a >> bits); }
+static inline wi wi_shift_right_halves(wi a, int bits) { return vi_shift_right_halves(a, bits); }
 static inline wi wi_low_halves(wi a, wi b) { return vi_join_halves(a, b); }
 /* a's high half below b's high half */
 static inline wi wi_high_halves(wi a, wi b) {
