@@ -312,6 +312,18 @@ static void widen(const void *data, nyb_dtype dtype, int64_t count, float *to) {
   }
 }
 
+static void narrow(const float *from, int64_t count, void *data, nyb_dtype dtype) {
+  switch (dtype) {
+    case NYB_F32: memcpy(data, from, (size_t)count * sizeof(float)); break;
+    case NYB_F16:
+      for (int64_t i = 0; i < count; i++) ((uint16_t *)data)[i] = nyb_f16_from_f32(from[i]);
+      break;
+    case NYB_BF16:
+      for (int64_t i = 0; i < count; i++) ((uint16_t *)data)[i] = nyb_bf16_from_f32(from[i]);
+      break;
+  }
+}
+
 void nyb_load_query(const nyb_attention *a, int64_t batch, int64_t head, int64_t row, float *q) {
   const nyb_dtype dtype = a->q.dtype;
   const int64_t offset = batch * a->q.stride[0] + head * a->q.stride[1] + row * a->q.stride[2];
@@ -331,7 +343,7 @@ void nyb_store_row(const nyb_attention *a, int64_t batch, int64_t head, int64_t 
   const int64_t offset =
       batch * a->out.stride[0] + head * a->out.stride[1] + row * a->out.stride[2];
   char *out = (char *)a->out.data + offset * (int64_t)nyb_dtype_bytes(dtype);
-  for (int64_t d = 0; d < a->value_dim; d++) nyb_store_f32(out, dtype, d, values[d]);
+  narrow(values, a->value_dim, out, dtype);
   if (a->lse.data != NULL) {
     ((float *)
          a->lse.data)[batch * a->lse.stride[0] + head * a->lse.stride[1] + row * a->lse.stride[2]] =

@@ -26,12 +26,10 @@ static inline float nyb_f32_from_bf16(uint16_t bits) {
 }
 
 static inline uint16_t nyb_bf16_from_f32(float value) {
-  uint32_t bits = nyb_bits_from_f32(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) {
-    return (uint16_t)((bits >> 16) | 0x40u); /* NaN stays NaN */
-  }
-  bits += 0x7fffu + ((bits >> 16) & 1u);
-  return (uint16_t)(bits >> 16);
+  const uint32_t bits = nyb_bits_from_f32(value);
+  const uint32_t rounded = bits + 0x7fffu + ((bits >> 16) & 1u);
+  const uint32_t quiet = bits | 0x400000u; /* NaN stays NaN; a select, so that loops vectorise */
+  return (uint16_t)(((bits & 0x7fffffffu) > 0x7f800000u ? quiet : rounded) >> 16);
 }
 
 static inline float nyb_f32_from_f16(uint16_t half) {
