@@ -1,0 +1,349 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* nybble bench attention: one step of a decoder over caches of random keys and values. */
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "bench.h"
+#include "progress.h"
+
+enum { BATCH, QUERY_HEADS, KV_HEADS, HEAD_DIM, TOKENS };
+
+/* Distinct rows that a cache is filled with, again and again. */
+enum { TEMPLATE_ROWS = 4096 };
+
+static const nyb_bench_shape default_shapes[] = {
+    /* bench/shapes/attention-short.txt says the same. */
+    {{1, 32, 8, 128, 2048}}, {{1, 32, 8, 128, 8192}}, {{1, 32, 8, 128, 32768}},
+    {{1, 16, 8, 256, 8192}}, {{1, 16, 1, 512, 8192}}, {{1, 9, 3, 64, 2048}},
+};
+
+/* ---- One of K and V ----------------------------------------------------------------------- */
+
+/* The three arrays of stored rows: codes, scales, biases; bytes of a row of each, 0 for none. */
+enum { ARRAYS = 3 };
+
+typedef struct layout {
+  nyb_format format;
+  int64_t row_bytes[ARRAYS];
+  int64_t offset_bytes[ARRAYS]; /* in a copy */
+} layout;
+
+static int describe_rows(int32_t bits, const nyb_bench_settings *settings, int64_t dim,
+                         layout *rows) {
+  rows->format = nyb_width_format(bits, settings->group_size, settings->dtype);
+  const int64_t all_bytes = nyb_format_row_bytes(&rows->format, dim);
+  if (all_bytes < 0) return nyb_command_failed("%s", nyb_last_error());
+  memset(rows->row_bytes, 0, sizeof rows->row_bytes);
+  if (rows->format.scheme == NYB_PLAIN) {
+    rows->row_bytes[0] = all_bytes;
+  } else {
+    const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(rows->format.dtype);
+    rows->row_bytes[1] = rows->row_bytes[2] = dim / settings->group_size * scale_bytes;
+    rows->row_bytes[0] = all_bytes - 2 * rows->row_bytes[1];
+  }
+  return 0;
+}
+
+/* Places the arrays behind *end, and moves it; false where that overflows. */
+static bool place_rows(layout *rows, int64_t row_count, int64_t *end) {
+  for (int i = 0; i < ARRAYS; i++) {
+    int64_t bytes;
+    if (!nyb_multiply(rows->row_bytes[i], row_count, &bytes)) return false;
+    if (bytes > INT64_MAX / 4 || *end > INT64_MAX / 4) return false;
+    rows->offset_bytes[i] = *end;
+    *end += (bytes + 63) / 64 * 64;
+  }
+  return true;
+}
+
+/* Strides in elements (words for codes) of [batch, heads, tokens, ...] without gaps. */
+static nyb_stored_output point_at(const layout *rows, char *copy, int64_t heads, int64_t tokens) {
+  const int64_t element_bytes = (int64_t)nyb_dtype_bytes(rows->format.dtype);
+  const bool plain = rows->format.scheme == NYB_PLAIN;
+  const int64_t code_row = rows->row_bytes[0] / (plain ? element_bytes : 4);
+  const int64_t scale_row = rows->row_bytes[1] / element_bytes;
+  return (nyb_stored_output){
+      .format = rows->format,
+      .codes = copy + rows->offset_bytes[0],
+      .scales = plain ? NULL : copy + rows->offset_bytes[1],
+      .biases = plain ? NULL : copy + rows->offset_bytes[2],
+      .codes_stride = {heads * tokens * code_row, tokens * code_row, code_row},
+      .scales_stride = {heads * tokens * scale_row, tokens * scale_row, scale_row},
+      .biases_stride = {heads * tokens * scale_row, tokens * scale_row, scale_row},
+  };
+}
+
+static nyb_stored as_input(const nyb_stored_output *rows) {
+  nyb_stored input = {
+      .format = rows->format, .codes = rows->codes, .scales = rows->scales, .biases = rows->biases};
+  memcpy(input.codes_stride, rows->codes_stride, sizeof input.codes_stride);
+  memcpy(input.scales_stride, rows->scales_stride, sizeof input.scales_stride);
+  memcpy(input.biases_stride, rows->biases_stride, sizeof input.biases_stride);
+  return input;
+}
+
+/* Writes `count` rows over and over from a template, from its row `first` on. */
+static void tile(char *to, const char *template, int64_t row_bytes, int64_t template_rows,
+                 int64_t first, int64_t count) {
+  while (count > 0 && row_bytes > 0) {
+    const int64_t at_once = count < template_rows - first ? count : template_rows - first;
+    memcpy(to, template + first * row_bytes, (size_t)(at_once * row_bytes));
+    to += at_once * row_bytes;
+    count -= at_once;
+    first = 0;
+  }
+}
+
+/* Quantizes a template of random rows and fills every copy with it, each head and each copy from
+ * another row on. */
+static int fill_rows(nyb_context *context, const layout *rows, int64_t dim, int64_t heads,
+                     int64_t tokens, uint64_t seed, const nyb_bench_copies *copies) {
+  const int64_t template_rows = tokens < TEMPLATE_ROWS ? tokens : TEMPLATE_ROWS;
+  layout packed = *rows;
+  int64_t template_bytes = 0;
+  if (!place_rows(&packed, template_rows, &template_bytes)) {
+    return nyb_command_failed("the shape is too large");
+  }
+  float *wide = nyb_command_allocate(template_rows * dim * (int64_t)sizeof *wide);
+  char *template = nyb_command_allocate(template_bytes);
+  nyb_bench_random(wide, template_rows * dim, seed);
+  nyb_quantize quantize = NYB_QUANTIZE_INIT;
+  quantize.batch = 1;
+  quantize.heads = 1;
+  quantize.tokens = template_rows;
+  quantize.dim = dim;
+  quantize.input = (nyb_input){.data = wide, .dtype = NYB_F32, .stride = {0, 0, dim}};
+  quantize.output = point_at(&packed, template, 1, template_rows);
+  const nyb_status status = nyb_quantize_run(context, &quantize, NULL);
+  for (int64_t copy = 0; copy < copies->count && status == NYB_OK; copy++) {
+    nyb_progress_show("filling the caches: %.0f%%", 100.0 * (double)copy / (double)copies->count);
+    for (int64_t head = 0; head < heads; head++) {
+      const int64_t first = (copy * 31 + head * 977) % template_rows;
+      for (int i = 0; i < ARRAYS; i++) {
+        tile(copies->memory + copy * copies->copy_bytes + rows->offset_bytes[i] +
+                 head * tokens * rows->row_bytes[i],
+             template + packed.offset_bytes[i], rows->row_bytes[i], template_rows, first, tokens);
+      }
+    }
+  }
+  free(wide);
+  free(template);
+  return status == NYB_OK ? 0 : nyb_command_failed("%s", nyb_last_error());
+}
+
+/* ---- The call ----------------------------------------------------------------------------- */
+
+typedef struct attention_bench {
+  nyb_bench_run *run;
+  const nyb_bench_shape *shape;
+  nyb_width width;
+  layout key, value;
+  nyb_bench_copies copies;
+  int64_t bytes; /* that one call reads of K and V */
+  int32_t *lengths;
+  void *query, *out;
+  int64_t out_elements;
+} attention_bench;
+
+typedef struct attention_call {
+  const attention_bench *bench;
+  nyb_context *context;
+  nyb_attention attention;
+  nyb_plan plan;
+  void *workspace;
+  bool cold;
+} attention_call;
+
+static void point_call(attention_call *call, int64_t index) {
+  const attention_bench *bench = call->bench;
+  const int64_t *field = bench->shape->field;
+  char *copy = nyb_bench_copy(&bench->copies, call->cold, index);
+  const nyb_stored_output k = point_at(&bench->key, copy, field[KV_HEADS], field[TOKENS]);
+  const nyb_stored_output v = point_at(&bench->value, copy, field[KV_HEADS], field[TOKENS]);
+  call->attention.k = as_input(&k);
+  call->attention.v = as_input(&v);
+}
+
+static nyb_status run_call(void *data, int64_t index) {
+  attention_call *call = data;
+  point_call(call, index);
+  return nyb_attention_run(call->context, &call->attention, call->workspace,
+                           call->plan.workspace_bytes, NULL);
+}
+
+static nyb_attention describe(const attention_bench *bench) {
+  const nyb_bench_settings *settings = bench->run->settings;
+  const int64_t *field = bench->shape->field;
+  const int64_t dim = field[HEAD_DIM], heads = field[QUERY_HEADS], rows = settings->query_len;
+  nyb_attention attention = NYB_ATTENTION_INIT;
+  attention.batch = field[BATCH];
+  attention.query_heads = heads;
+  attention.kv_heads = field[KV_HEADS];
+  attention.query_len = rows;
+  attention.key_dim = dim;
+  attention.value_dim = dim;
+  attention.capacity_tokens = field[TOKENS];
+  attention.lengths = bench->lengths;
+  attention.q = (nyb_input){.data = bench->query,
+                            .dtype = settings->dtype,
+                            .stride = {heads * rows * dim, rows * dim, dim}};
+  attention.out = (nyb_output){.data = bench->out,
+                               .dtype = settings->dtype,
+                               .stride = {heads * rows * dim, rows * dim, dim}};
+  attention.scale = (float)(1 / sqrt((double)dim));
+  attention.mask = rows > 1 ? NYB_MASK_CAUSAL : NYB_MASK_NONE;
+  attention.path = settings->path;
+  attention.rounding = settings->rounding;
+  return attention;
+}
+
+static void report(const attention_bench *bench, const nyb_bench_context *on,
+                   const attention_call *call, const nyb_timing *timing) {
+  const nyb_bench_settings *settings = bench->run->settings;
+  const nyb_width_name cache = nyb_name_width(bench->width);
+  cJSON *result = cJSON_CreateObject();
+  cJSON_AddStringToObject(result, "operation", "attention");
+  nyb_json_add_integers(result, "shape", bench->shape->field, NYB_BENCH_SHAPE_FIELDS);
+  cJSON_AddStringToObject(result, "cache", cache.text);
+  if (bench->width.key_bits == bench->width.value_bits) {
+    cJSON_AddNumberToObject(result, "bits", bench->width.key_bits);
+  } else {
+    cJSON_AddNullToObject(result, "bits");
+  }
+  cJSON_AddNumberToObject(result, "k_bits", bench->width.key_bits);
+  cJSON_AddNumberToObject(result, "v_bits", bench->width.value_bits);
+  cJSON_AddNumberToObject(result, "group_size", (double)settings->group_size);
+  cJSON_AddNumberToObject(result, "query_len", (double)settings->query_len);
+  cJSON_AddStringToObject(result, "mask", settings->query_len > 1 ? "causal" : "none");
+  cJSON_AddStringToObject(result, "dtype", nyb_dtype_name(settings->dtype));
+  cJSON_AddStringToObject(result, "rounding", nyb_rounding_name(settings->rounding));
+  cJSON_AddStringToObject(result, "path", nyb_path_name(call->plan.path));
+  cJSON_AddStringToObject(result, "key_kernel", call->plan.key_kernel);
+  cJSON_AddStringToObject(result, "value_kernel", call->plan.value_kernel);
+  nyb_bench_add_timing(result, on, call->cold, timing, bench->bytes);
+  cJSON_AddItemToArray(bench->run->results, result);
+
+  nyb_table *table = bench->run->table;
+  nyb_table_add(table, "%s", nyb_bench_name_shape(bench->shape, NYB_BENCH_SHAPE_FIELDS).text);
+  nyb_table_add(table, "%s", cache.text);
+  nyb_table_add(table, "%s", nyb_path_name(call->plan.path));
+  nyb_table_add(table, "%s", nyb_isa_name(on->isa));
+  nyb_table_add(table, "%lld", (long long)on->threads);
+  nyb_table_add(table, "%s", call->cold ? "cold" : "warm");
+  nyb_bench_add_timing_cells(table, timing, bench->bytes, on->read.median_gb_per_s);
+}
+
+static int measure(const attention_bench *bench, const nyb_bench_context *on, bool cold) {
+  attention_call call = {.bench = bench,
+                         .context = on->context,
+                         .attention = describe(bench),
+                         .plan = NYB_PLAN_INIT,
+                         .cold = cold};
+  point_call(&call, 0);
+  if (nyb_attention_plan(on->context, &call.attention, &call.plan) != NYB_OK) {
+    return nyb_command_failed("%s", nyb_last_error());
+  }
+  call.workspace = nyb_command_allocate((int64_t)call.plan.workspace_bytes);
+  nyb_progress_show("%s, %s, %s, %lld threads, %s",
+                    nyb_bench_name_shape(bench->shape, NYB_BENCH_SHAPE_FIELDS).text,
+                    nyb_name_width(bench->width).text, nyb_isa_name(on->isa),
+                    (long long)on->threads, cold ? "cold" : "warm");
+  nyb_timing timing;
+  int status = nyb_bench_measure(bench->run->settings, run_call, &call, &timing);
+  free(call.workspace);
+  if (status != 0) return status;
+  if (!nyb_bench_all_finite(bench->out, bench->run->settings->dtype, bench->out_elements)) {
+    return nyb_command_failed("the attention gave numbers that are not finite");
+  }
+  report(bench, on, &call, &timing);
+  return 0;
+}
+
+/* ---- Shapes and widths -------------------------------------------------------------------- */
+
+static int size_caches(attention_bench *bench) {
+  const nyb_bench_settings *settings = bench->run->settings;
+  const int64_t *field = bench->shape->field;
+  int status = describe_rows(bench->width.key_bits, settings, field[HEAD_DIM], &bench->key);
+  if (status == 0) {
+    status = describe_rows(bench->width.value_bits, settings, field[HEAD_DIM], &bench->value);
+  }
+  if (status != 0) return status;
+  int64_t rows, end = 0, query_rows, elements;
+  if (!nyb_multiply(field[BATCH], field[KV_HEADS], &rows) ||
+      !nyb_multiply(rows, field[TOKENS], &rows) || !place_rows(&bench->key, rows, &end) ||
+      !place_rows(&bench->value, rows, &end) ||
+      !nyb_multiply(field[BATCH], field[QUERY_HEADS], &query_rows) ||
+      !nyb_multiply(query_rows, settings->query_len, &query_rows) ||
+      !nyb_multiply(query_rows, field[HEAD_DIM], &elements) || elements > INT64_MAX / 64) {
+    return nyb_command_failed("the shape %s is too large",
+                              nyb_bench_name_shape(bench->shape, NYB_BENCH_SHAPE_FIELDS).text);
+  }
+  bench->out_elements = elements;
+  for (int i = 0; i < ARRAYS; i++) {
+    bench->bytes += rows * (bench->key.row_bytes[i] + bench->value.row_bytes[i]);
+  }
+  status = nyb_command_check_memory(elements * 12, "the queries of this shape");
+  return status != 0 ? status : nyb_bench_allocate_copies(end, &bench->copies);
+}
+
+static int prepare(attention_bench *bench) {
+  const nyb_bench_settings *settings = bench->run->settings;
+  const int64_t *field = bench->shape->field;
+  nyb_context *context = bench->run->contexts[0].context;
+  int status = size_caches(bench);
+  if (status != 0) return status;
+  const int64_t heads = field[BATCH] * field[KV_HEADS];
+  status =
+      fill_rows(context, &bench->key, field[HEAD_DIM], heads, field[TOKENS], 1, &bench->copies);
+  if (status == 0) {
+    status =
+        fill_rows(context, &bench->value, field[HEAD_DIM], heads, field[TOKENS], 2, &bench->copies);
+  }
+  if (status != 0) return status;
+  bench->lengths = nyb_command_allocate(field[BATCH] * (int64_t)sizeof *bench->lengths);
+  for (int64_t b = 0; b < field[BATCH]; b++) bench->lengths[b] = (int32_t)field[TOKENS];
+  const int64_t element_bytes = (int64_t)nyb_dtype_bytes(settings->dtype);
+  bench->query = nyb_command_allocate(bench->out_elements * element_bytes);
+  bench->out = nyb_command_allocate(bench->out_elements * element_bytes);
+  return nyb_bench_random_as(context, bench->query, settings->dtype, bench->out_elements, 3);
+}
+
+static int run_width(nyb_bench_run *run, const nyb_bench_shape *shape, nyb_width width) {
+  attention_bench bench = {.run = run, .shape = shape, .width = width};
+  int status = prepare(&bench);
+  for (int64_t i = 0; i < run->context_count && status == 0; i++) {
+    status = measure(&bench, &run->contexts[i], true);
+    if (status == 0) status = measure(&bench, &run->contexts[i], false);
+  }
+  free(bench.copies.memory);
+  free(bench.lengths);
+  free(bench.query);
+  free(bench.out);
+  return status;
+}
+
+static int run_shapes(nyb_bench_run *run) {
+  const nyb_bench_settings *settings = run->settings;
+  int status = 0;
+  for (int64_t s = 0; s < settings->shape_count; s++) {
+    for (int64_t w = 0; w < settings->widths.count && status == 0; w++) {
+      status = run_width(run, &settings->shapes[s], settings->widths.items[w]);
+    }
+  }
+  return status;
+}
+
+const nyb_bench_operation nyb_bench_attention = {
+    .name = "attention",
+    .columns =
+        "<B,Hq,Hkv,D,N|<cache|<path|<isa|>threads|<data|>median us|>min|>p10|>p90|>repeats|"
+        ">GB/s|>of read",
+    .shape_fields = NYB_BENCH_SHAPE_FIELDS,
+    .shape_words = "B,Hq,Hkv,D,N",
+    .default_shapes = default_shapes,
+    .default_shape_count = sizeof default_shapes / sizeof default_shapes[0],
+    .needs_read = true,
+    .run = run_shapes,
+};
