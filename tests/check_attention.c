@@ -1,0 +1,686 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Attention: every kernel of every ISA, and the compat path, against the oracle, whose tolerances
+ * are derived element by element in oracle_attention.c. A case runs one kernel for the queries, the
+ * scores, the softmax and the values each: a wrong lse counts against the scores, a wrong output
+ * beside a right lse against the values. */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention_scene.h"
+
+/* ---- Formats ------------------------------------------------------------------------------ */
+
+enum { PLAIN_FORMATS = 3, FORMATS = 9 };
+
+/* The i-th format, with the salt-th group size and dtype that fit; false where none does. */
+static bool choose_format(int i, int64_t dim, int64_t salt, nyb_format *format) {
+  static const int widths[] = {2, 3, 4, 5, 6, 8};
+  if (i < PLAIN_FORMATS) {
+    *format = (nyb_format){.scheme = NYB_PLAIN, .dtype = (nyb_dtype)(NYB_F32 + i)};
+    return true;
+  }
+  *format = (nyb_format){.scheme = NYB_AFFINE,
+                         .bits = widths[i - PLAIN_FORMATS],
+                         .group_size = 32 << salt % 3,
+                         .dtype = (nyb_dtype)(NYB_F32 + salt / 3 % 3)};
+  while (format->group_size > 32 && dim % format->group_size != 0) {
+    format->group_size /= 2;
+  }
+  return dim % format->group_size == 0;
+}
+
+/* ---- One case on every ISA ---------------------------------------------------------------- */
+
+/* The kernels that a case should run on one ISA. */
+typedef struct kernel_set {
+  check_tally *tallies[4]; /* queries, scores, softmax, values */
+  int64_t calls[4];
+} kernel_set;
+
+enum { SCORES = 1, VALUES = 3 };
+
+static bool find_kernels(check_run *run, const attention_shape *s, nyb_isa isa, kernel_set *set) {
+  char key[16], value[16];
+  check_format_name(&s->key_format, key);
+  check_format_name(&s->value_format, value);
+  set->tallies[0] = check_find(run, "attention_queries", key, isa);
+  set->tallies[1] = check_find(run, "attention_scores", key, isa);
+  set->tallies[2] = check_find(run, "attention_softmax", "plain_f32", isa);
+  set->tallies[3] = check_find(run, "attention_values", value, isa);
+  for (int i = 0; i < 4; i++) {
+    if (set->tallies[i] == NULL) return false;
+    set->calls[i] = check_calls(run, set->tallies[i]);
+  }
+  return true;
+}
+
+static void pass_kernels(check_run *run, const kernel_set *set, scene_fault fault,
+                         const char *what) {
+  for (int i = 0; i < 4; i++) {
+    if (check_calls(run, set->tallies[i]) == set->calls[i]) {
+      check_fail(run, set->tallies[i], "%s: another kernel ran instead", what);
+    } else if (fault == SCENE_GOOD || (fault == SCENE_BAD_OUT && i != VALUES)) {
+      check_pass(set->tallies[i]);
+    }
+  }
+}
+
+static void run_fused(check_run *run, attention_scene *scene, nyb_isa isa,
+                      const scene_expected *expected, const char *what) {
+  kernel_set set;
+  char text[256];
+  double worst;
+  if (!find_kernels(run, &scene->shape, isa, &set)) return;
+  const nyb_status status =
+      scene_run(scene, run->options.library, run->contexts[isa], NYB_PATH_FUSED);
+  if (status != NYB_OK) {
+    check_fail(run, set.tallies[SCORES], "%s: got %s: %s", what, nyb_status_name(status),
+               nyb_last_error());
+    return;
+  }
+  const scene_fault fault = scene_compare(scene, expected, &worst, text, sizeof text);
+  check_tally *blamed = set.tallies[fault == SCENE_BAD_OUT ? VALUES : SCORES];
+  if (fault != SCENE_GOOD) check_fail(run, blamed, "%s: %s", what, text);
+  pass_kernels(run, &set, fault, what);
+  for (int i = 0; i < 4; i++) { /* a score that is rounded the other way takes all of its bound */
+    if (scene->shape.rounding == NYB_ROUNDING_EXACT) check_note_error(set.tallies[i], worst, 1);
+  }
+}
+
+static void run_compat(check_run *run, attention_scene *scene, const char *what) {
+  check_tally *tally = check_find(run, "attention_compat", "", NYB_ISA_SCALAR);
+  scene_expected expected;
+  char text[256];
+  double worst;
+  if (tally == NULL || !scene_expect(scene, NYB_PATH_COMPAT, &expected)) return;
+  const int64_t before = check_calls(run, tally);
+  const nyb_status status =
+      scene_run(scene, run->options.library, run->contexts[NYB_ISA_SCALAR], NYB_PATH_COMPAT);
+  if (status != NYB_OK) {
+    check_fail(run, tally, "%s: got %s: %s", what, nyb_status_name(status), nyb_last_error());
+  } else if (scene_compare(scene, &expected, &worst, text, sizeof text) != SCENE_GOOD) {
+    check_fail(run, tally, "%s: %s", what, text);
+  } else if (check_calls(run, tally) == before) {
+    check_fail(run, tally, "%s: the fused path ran instead", what);
+  } else {
+    if (scene->shape.rounding == NYB_ROUNDING_EXACT) check_note_error(tally, worst, 1);
+    check_pass(tally);
+  }
+  scene_expected_free(&expected);
+}
+
+/* Work of the spelled-out path, in products; it is slow, and long cases teach nothing new on it. */
+static int64_t products_of(const attention_shape *s) {
+  int64_t products = 0;
+  for (int64_t b = 0; b < s->batch; b++) {
+    products += s->lengths[b] * s->query_heads * s->query_len * (s->key_dim + s->value_dim);
+  }
+  return products;
+}
+
+static void check_scene(check_run *run, const attention_shape *shape) {
+  attention_scene scene;
+  scene_expected expected;
+  char what[256];
+  if (!scene_make(&scene, shape)) return;
+  scene_describe(&scene, what, sizeof what);
+  if (scene_expect(&scene, NYB_PATH_FUSED, &expected)) {
+    for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
+      run_fused(run, &scene, isa, &expected, what);
+    }
+    scene_expected_free(&expected);
+  }
+  if (products_of(shape) < 1000000) run_compat(run, &scene, what);
+  scene_free(&scene);
+}
+
+/* ---- Choosing the rest of a case ------------------------------------------------------------ */
+
+/* A walk over the cases of one key format. */
+typedef struct walk {
+  check_run *run;
+  int format;    /* of the keys in even cases, of the values in odd ones */
+  int64_t index; /* of the case */
+} walk;
+
+/* What a case leaves open, formats, dtypes, rounding and layout, rotates from case to case; a quick
+ * run takes a quarter of the cases, another quarter for each format. */
+static void check_case(walk *w, attention_shape shape) {
+  const int64_t index = w->index++;
+  if (w->run->options.quick && (index + w->format) % 4 != 0) return;
+  check_random random = {.state = (uint64_t)(index * FORMATS + w->format)};
+  shape.seed = check_random_bits(&random);
+  if (shape.capacity_tokens == 0) {
+    for (int64_t b = 0; b < shape.batch; b++) {
+      const int64_t room = shape.lengths[b] + check_random_below(&random, 3);
+      if (room > shape.capacity_tokens) shape.capacity_tokens = room;
+    }
+  }
+  const int other = index % 3 == 0 ? w->format : (int)check_random_below(&random, FORMATS);
+  const int64_t key_salt = check_random_below(&random, 9);
+  const int64_t value_salt = check_random_below(&random, 9);
+  const bool fits = choose_format(index % 2 == 0 ? w->format : other, shape.key_dim, key_salt,
+                                  &shape.key_format) &&
+                    choose_format(index % 2 == 0 ? other : w->format, shape.value_dim, value_salt,
+                                  &shape.value_format);
+  if (shape.query_dtype == 0) {
+    shape.query_dtype = (nyb_dtype)(NYB_F32 + check_random_below(&random, 3));
+  }
+  if (shape.out_dtype == 0) {
+    shape.out_dtype = (nyb_dtype)(NYB_F32 + check_random_below(&random, 3));
+  }
+  shape.rounding = check_random_below(&random, 2) == 0 ? NYB_ROUNDING_EXACT : NYB_ROUNDING_MLX;
+  shape.swapped = check_random_below(&random, 2) == 0;
+  shape.gap = check_random_below(&random, 3);
+  shape.without_lse = check_random_below(&random, 8) == 0;
+  if (fits) check_scene(w->run, &shape);
+}
+
+/* ---- The cases ---------------------------------------------------------------------------- */
+
+static attention_shape decode(const char *name, int64_t query_heads, int64_t kv_heads, int64_t dim,
+                              int32_t length) {
+  return (attention_shape){.name = name,
+                           .batch = 1,
+                           .query_heads = query_heads,
+                           .kv_heads = kv_heads,
+                           .query_len = 1,
+                           .key_dim = dim,
+                           .value_dim = dim,
+                           .lengths = {length}};
+}
+
+/* Nothing, one, and one less and more than whole tiles and chunks. */
+static void check_lengths(walk *w) {
+  static const int32_t lengths[] = {0,    1,    2,    15,   16,   17,   31,   32,   33,  47,  63,
+                                    64,   65,   127,  128,  129,  191,  192,  193,  255, 256, 257,
+                                    1023, 1024, 1025, 1087, 1088, 1089, 2047, 2048, 2049};
+  for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
+    check_case(w, decode("length", 2, 1, 64, lengths[i]));
+    check_case(w, decode("length", 3, 1, 32, lengths[i]));
+  }
+}
+
+static void check_dims(walk *w) {
+  static const int64_t dims[] = {32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 512, 576};
+  static const int64_t odd_dims[] = {1, 2, 3, 7, 15, 17, 33, 46, 80, 100, 127, 129};
+  static const int64_t pairs[][2] = {{576, 512}, {192, 128}, {64, 96}, {128, 32},
+                                     {96, 256},  {32, 160},  {512, 64}};
+  for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++) {
+    check_case(w, decode("head size", 2, 1, dims[i], 75));
+    check_case(w, decode("head size", 5, 1, dims[i], 130));
+  }
+  for (size_t i = 0; i < sizeof pairs / sizeof pairs[0]; i++) {
+    attention_shape shape = decode("K and V of different sizes", 4, 2, pairs[i][0], 100);
+    shape.value_dim = pairs[i][1];
+    check_case(w, shape);
+    check_case(w, shape);
+  }
+  for (size_t i = 0; i < sizeof odd_dims / sizeof odd_dims[0]; i++) { /* plain formats only */
+    check_case(w, decode("odd head size", 2, 1, odd_dims[i], 70));
+    check_case(w, decode("odd head size", 2, 1, odd_dims[i], 70));
+  }
+}
+
+static void check_ratios(walk *w) {
+  static const int64_t heads[][2] = {{1, 1},  {3, 1},  {5, 1},  {6, 1},  {7, 1},  {8, 1},
+                                     {16, 1}, {24, 1}, {32, 1}, {33, 1}, {71, 1}, {28, 4},
+                                     {40, 8}, {24, 4}, {9, 3},  {5, 5}};
+  for (size_t i = 0; i < sizeof heads / sizeof heads[0]; i++) {
+    check_case(w, decode("heads", heads[i][0], heads[i][1], 64, 131));
+    check_case(w, decode("heads", heads[i][0], heads[i][1], 32, 66));
+  }
+}
+
+static void check_query_lengths(walk *w) {
+  static const int64_t query_lengths[] = {2,  3,  4,  5,  6,  7,  8,  9,  10, 11, 12,
+                                          13, 14, 15, 16, 17, 31, 33, 64, 65, 130};
+  for (size_t i = 0; i < sizeof query_lengths / sizeof query_lengths[0]; i++) {
+    attention_shape shape = decode("query rows", 4, 2, 64, 133);
+    shape.query_len = query_lengths[i];
+    shape.mask = NYB_MASK_CAUSAL;
+    check_case(w, shape);
+    shape.mask = NYB_MASK_NONE;
+    check_case(w, shape);
+    shape.mask = NYB_MASK_CAUSAL; /* the first rows see nothing */
+    shape.lengths[0] = (int32_t)(query_lengths[i] / 2);
+    check_case(w, shape);
+  }
+  attention_shape shape = decode("prefill over a chunk's end", 2, 1, 32, 1100);
+  shape.query_len = 100;
+  shape.mask = NYB_MASK_CAUSAL;
+  check_case(w, shape);
+}
+
+static void check_batches(walk *w) {
+  attention_shape shape = decode("batch of four lengths", 4, 2, 64, 0);
+  const int32_t lengths[] = {0, 1, 65, 300};
+  shape.batch = 4;
+  memcpy(shape.lengths, lengths, sizeof lengths);
+  check_case(w, shape);
+  check_case(w, shape);
+  shape.query_len = 5;
+  shape.mask = NYB_MASK_CAUSAL;
+  check_case(w, shape);
+  shape.capacity_tokens = 512;
+  check_case(w, shape);
+  /* Field case 27: both sequences long enough to be split. */
+  attention_shape two = decode("batch of two long ones", 2, 1, 32, 2100);
+  two.batch = 2;
+  two.lengths[1] = 1024;
+  check_case(w, two);
+  /* Field case 34: each fill of the last tile. */
+  attention_shape fills = decode("every fill of the last tile", 1, 1, 32, 0);
+  fills.batch = SCENE_MAX_BATCH;
+  for (int32_t r = 0; r < SCENE_MAX_BATCH; r++) fills.lengths[r] = 256 + r;
+  check_case(w, fills);
+  check_case(w, fills);
+}
+
+/* Every kind of keys with the queries that bring it out, and every kind of values. */
+static void check_data(walk *w) {
+  static const struct {
+    const char *name;
+    row_class keys;
+    query_class queries;
+  } kinds[] = {
+      {"zero keys", ROWS_ZERO, QUERIES_NORMAL},
+      {"zero queries", ROWS_NORMAL, QUERIES_ZERO},
+      {"equal scores", ROWS_EQUAL, QUERIES_NORMAL},
+      {"one dominant score", ROWS_DOMINANT, QUERIES_ALIGNED},
+      {"huge scores", ROWS_LARGE, QUERIES_LARGE},
+      {"outlier channel", ROWS_OUTLIER, QUERIES_NORMAL},
+      {"outlier in the query", ROWS_NORMAL, QUERIES_OUTLIER},
+      {"queries between steps", ROWS_NORMAL, QUERIES_HALF_STEPS},
+      {"constant groups", ROWS_CONSTANT, QUERIES_NORMAL},
+      {"keys far from zero", ROWS_OFFSET, QUERIES_TINY},
+      {"ramp of +-60,000", ROWS_WIDE, QUERIES_TINY},
+      {"subnormal keys", ROWS_SUBNORMAL, QUERIES_NORMAL},
+      {"subnormal queries", ROWS_NORMAL, QUERIES_SUBNORMAL},
+      {"raw codes, scales of both signs", ROWS_RAW, QUERIES_NORMAL},
+      {"codes all 0", ROWS_ALL_ZERO_CODES, QUERIES_NORMAL},
+      {"codes all largest", ROWS_ALL_MAX_CODES, QUERIES_NORMAL},
+      {"codes 7i", ROWS_SEVENTHS, QUERIES_NORMAL},
+  };
+  for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
+    for (int variant = 0; variant < 4; variant++) {
+      attention_shape shape =
+          decode(kinds[i].name, 4, 2, variant % 2 == 0 ? 128 : 64, variant < 2 ? 130 : 1030);
+      shape.keys = kinds[i].keys;
+      shape.queries = kinds[i].queries;
+      if (shape.queries == QUERIES_HALF_STEPS) shape.query_dtype = NYB_F32;
+      check_case(w, shape);
+    }
+  }
+  for (int values = 0; values < ROWS_COUNT; values++) {
+    attention_shape shape = decode("kind of values", 4, 2, 64, 150);
+    shape.values = (row_class)values;
+    check_case(w, shape);
+    check_case(w, shape);
+  }
+  /* Field case 26: the last token of an odd number carries the row. */
+  attention_shape last = decode("last of 1,000 dominant", 2, 1, 64, 1000);
+  last.keys = ROWS_DOMINANT;
+  last.queries = QUERIES_ALIGNED;
+  check_case(w, last);
+}
+
+/* Field cases 7 and 12: one token, a one-hot query for each element: lse is the key's element and
+ * out the value's row. */
+static void check_one_hot(walk *w) {
+  static const int64_t dims[] = {32, 64, 96, 128, 192, 256, 512};
+  for (size_t i = 0; i < sizeof dims / sizeof dims[0]; i++) {
+    attention_shape shape = decode("one-hot queries", 1, 1, dims[i], 1);
+    shape.query_len = dims[i];
+    shape.scale = 1;
+    shape.keys = i % 2 == 0 ? ROWS_SEVENTHS : ROWS_RAW;
+    shape.queries = QUERIES_IDENTITY;
+    shape.values = ROWS_RAW;
+    check_case(w, shape);
+    check_case(w, shape);
+  }
+}
+
+/* Long contexts: many chunks. Field case 22 is the wide one. */
+static void check_long(walk *w) {
+  if (w->run->options.quick) {
+    check_case(w, decode("long", 4, 2, 64, 3000));
+    return;
+  }
+  check_case(w, decode("long", 4, 2, 64, 8192));
+  check_case(w, decode("long", 4, 1, 128, 5000));
+  check_case(w, decode("long", 1, 1, 32, 33001));
+  check_case(w, decode("long and wide", 8, 1, 256, 16384));
+  check_case(w, decode("long and wide", 8, 1, 256, 16384));
+}
+
+/* ---- Accuracy: the root mean square, where the bounds above are for the worst ---------------- */
+
+static double relative_rms(const attention_scene *scene, const scene_expected *e) {
+  const attention_shape *s = &scene->shape;
+  double errors = 0, sizes = 0;
+  for (int64_t i = 0; i < s->query_heads; i++) {
+    for (int64_t d = 0; d < s->value_dim; d++) {
+      const double got = oracle_load(scene->out.data, NYB_F32, i * scene->call.out.stride[1] + d);
+      const double want = e->out[i * s->value_dim + d];
+      errors += (got - want) * (got - want);
+      sizes += want * want;
+    }
+  }
+  return sqrt(errors / sizes);
+}
+
+/* Normal data, D = 128, N = 1,000, unrounded f32 outputs against the exact ones. The weights'
+ * errors are the scores', and carry over to the output as they are. Integer dots of 16-bit queries:
+ * an element's error is uniform within a step of max|q| / 32767 = 3.5 / sqrt(128) / 32767, so step
+ * / sqrt(12) = 2.7e-6; over 128 keys of size 1 that is 3.1e-5, and three times as much may stand.
+ *   Else f32 alone: u for each of some 128 additions to sums of the size of 1 adds up to
+ *   sqrt(128) u = 7e-7 in the mean, and three times as much may stand. */
+static void check_accuracy(check_run *run, int format) {
+  for (int query = NYB_F32; query <= NYB_BF16; query++) {
+    attention_shape shape = decode("accuracy", 8, 2, 128, 1000);
+    attention_scene scene;
+    scene_expected expected;
+    shape.capacity_tokens = 1000;
+    shape.query_dtype = (nyb_dtype)query;
+    shape.out_dtype = NYB_F32;
+    shape.seed = (uint64_t)format;
+    choose_format(format, 128, 4, &shape.key_format);
+    choose_format(format, 128, 4, &shape.value_format);
+    const double limit = format >= PLAIN_FORMATS && query != NYB_F32 ? 9.3e-5 : 2.1e-6;
+    if (!scene_make(&scene, &shape)) return;
+    if (scene_expect(&scene, NYB_PATH_FUSED, &expected)) {
+      for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
+        kernel_set set;
+        char what[256];
+        if (!find_kernels(run, &shape, isa, &set)) continue;
+        const nyb_status status =
+            scene_run(&scene, run->options.library, run->contexts[isa], NYB_PATH_FUSED);
+        const double error = status == NYB_OK ? relative_rms(&scene, &expected) : NAN;
+        scene_describe(&scene, what, sizeof what);
+        if (!(error <= limit)) {
+          check_fail(run, set.tallies[SCORES], "%s: relative RMS error %.3g, at most %.3g", what,
+                     error, limit);
+        } else {
+          check_pass(set.tallies[SCORES]);
+          check_pass(set.tallies[VALUES]);
+        }
+        for (int i = SCORES; i <= VALUES; i++) {
+          if (error > set.tallies[i]->rms_error) set.tallies[i]->rms_error = error;
+        }
+      }
+      scene_expected_free(&expected);
+    }
+    scene_free(&scene);
+  }
+}
+
+/* ---- Invariants: bits that must not change -------------------------------------------------- */
+
+/* Remembers the bits of a scene's first run and compares later ones with them. */
+typedef struct invariant {
+  check_run *run;
+  attention_scene scene;
+  nyb_isa isa;
+  uint8_t *first, *again;
+  kernel_set set;
+  bool good;
+} invariant;
+
+static void break_invariant(invariant *v, const char *what) {
+  char text[256];
+  scene_describe(&v->scene, text, sizeof text);
+  check_fail(v->run, v->set.tallies[SCORES], "%s: %s", what, text);
+  v->good = false;
+}
+
+static bool run_scene(invariant *v, attention_scene *scene, nyb_context *context, uint8_t *bits) {
+  if (scene_run(scene, v->run->options.library, context, NYB_PATH_FUSED) != NYB_OK) {
+    break_invariant(v, nyb_last_error());
+    return false;
+  }
+  scene_bits(scene, bits);
+  return true;
+}
+
+static void expect_same(invariant *v, attention_scene *scene, nyb_context *context,
+                        const char *what) {
+  if (!run_scene(v, scene, context, v->again)) return;
+  if (memcmp(v->first, v->again, (size_t)scene_bits_bytes(scene)) != 0) break_invariant(v, what);
+}
+
+static void same_over_threads(invariant *v) {
+  static int64_t threads[] = {1, 2, 3, 7, 16, 64};
+  for (size_t i = 0; i < sizeof threads / sizeof threads[0]; i++) {
+    nyb_context_options options = {
+        .struct_size = sizeof options, .isa = v->isa, .threads = threads[i]};
+    if (threads[i] != 3) { /* one count on the library's own pool */
+      options.parallel_for = check_parallel_for;
+      options.parallel_for_data = &threads[i];
+    }
+    nyb_context *context;
+    char what[48];
+    snprintf(what, sizeof what, "bits differ on %d threads", (int)threads[i]);
+    if (nyb_context_create(&options, &context) != NYB_OK) {
+      break_invariant(v, nyb_last_error());
+      return;
+    }
+    expect_same(v, &v->scene, context, what);
+    nyb_context_destroy(context);
+  }
+}
+
+static void same_over_repeats(invariant *v) {
+  const int repeats = v->run->options.quick ? 20 : 200;
+  for (int i = 0; i < repeats && v->good; i++) {
+    expect_same(v, &v->scene, v->run->contexts[v->isa], "bits differ from run to run");
+  }
+}
+
+/* The same content with other strides, more room and other poison. */
+static void same_over_layouts(invariant *v) {
+  attention_shape shape = v->scene.shape;
+  attention_scene other;
+  shape.swapped = !shape.swapped;
+  shape.gap = 3;
+  shape.capacity_tokens += 77;
+  if (!scene_make(&other, &shape)) return;
+  expect_same(v, &other, v->run->contexts[v->isa], "bits differ with strides and capacity");
+  scene_free(&other);
+}
+
+/* The bits of one row within what scene_bits() gives. */
+static const uint8_t *row_bits(const attention_scene *scene, const uint8_t *bits, int64_t row,
+                               int64_t *row_bytes) {
+  *row_bytes = scene->shape.value_dim * (scene->shape.out_dtype == NYB_F32 ? 4 : 2);
+  return bits + row * *row_bytes;
+}
+
+static const void *advance(const void *data, int64_t elements, nyb_dtype dtype) {
+  return (const uint8_t *)data + elements * (dtype == NYB_F32 ? 4 : 2);
+}
+
+static void advance_stored(nyb_stored *stored, int64_t batch_index, int64_t head) {
+  const nyb_dtype dtype = stored->format.dtype;
+  const bool plain = stored->format.scheme == NYB_PLAIN;
+  stored->codes =
+      advance(stored->codes, batch_index * stored->codes_stride[0] + head * stored->codes_stride[1],
+              plain ? dtype : NYB_F32);
+  if (plain) return;
+  stored->scales =
+      advance(stored->scales,
+              batch_index * stored->scales_stride[0] + head * stored->scales_stride[1], dtype);
+  stored->biases =
+      advance(stored->biases,
+              batch_index * stored->biases_stride[0] + head * stored->biases_stride[1], dtype);
+}
+
+/* Runs the scene's call with other fields over the same buffers. Outputs are written in place. */
+static bool run_part(invariant *v, const nyb_attention *part) {
+  attention_scene *scene = &v->scene;
+  const nyb_status status = v->run->options.library->attention(
+      v->run->contexts[v->isa], part, scene->workspace, scene->workspace_bytes, NULL);
+  if (status != NYB_OK) break_invariant(v, nyb_last_error());
+  return status == NYB_OK;
+}
+
+/* Whether one row of out, where `part` wrote it, has the bits that row `index` had at first. */
+static void expect_row(invariant *v, const nyb_attention *part, int64_t index, const char *what) {
+  int64_t bytes;
+  const uint8_t *first = row_bits(&v->scene, v->first, index, &bytes);
+  if (memcmp(first, part->out.data, (size_t)bytes) != 0) break_invariant(v, what);
+}
+
+/* Each query head on its own, without its batch and its neighbours. */
+static void same_alone(invariant *v) {
+  attention_scene *scene = &v->scene;
+  const attention_shape *s = &scene->shape;
+  for (int64_t i = 0; i < s->batch * s->query_heads && v->good; i++) {
+    const int64_t b = i / s->query_heads, head = i % s->query_heads;
+    nyb_attention alone = scene->call;
+    alone.batch = alone.query_heads = alone.kv_heads = 1;
+    alone.lengths = s->lengths + b;
+    alone.q.data =
+        advance(alone.q.data, b * alone.q.stride[0] + head * alone.q.stride[1], alone.q.dtype);
+    alone.lse.data = NULL;
+    advance_stored(&alone.k, b, head / (s->query_heads / s->kv_heads));
+    advance_stored(&alone.v, b, head / (s->query_heads / s->kv_heads));
+    if (run_part(v, &alone)) {
+      expect_row(v, &alone, i * s->query_len, "bits of a head differ without its neighbours");
+    }
+  }
+}
+
+/* Causal row i is the decode step of the sequence that ends there. */
+static void same_as_decode(invariant *v) {
+  attention_scene *scene = &v->scene;
+  const attention_shape *s = &scene->shape;
+  for (int64_t row = 0; row < s->query_len && v->good; row++) {
+    int32_t lengths[SCENE_MAX_BATCH];
+    for (int64_t b = 0; b < s->batch; b++) lengths[b] = (int32_t)scene_visible(s, b, row);
+    nyb_attention step = scene->call;
+    step.query_len = 1;
+    step.lengths = lengths;
+    step.q.data = advance(step.q.data, row * step.q.stride[2], step.q.dtype);
+    step.lse.data = NULL;
+    if (run_part(v, &step)) {
+      expect_row(v, &step, row, "bits of a causal row differ from its decode step");
+    }
+  }
+}
+
+/* The first of several rows, and a row beside one of NaN. */
+static void same_beside_others(invariant *v) {
+  attention_scene *scene = &v->scene;
+  const attention_shape *s = &scene->shape;
+  for (int64_t rows = 1; rows <= s->query_len && s->mask == NYB_MASK_NONE; rows++) {
+    nyb_attention fewer = scene->call;
+    fewer.query_len = rows;
+    fewer.lse.data = NULL;
+    if (run_part(v, &fewer)) {
+      expect_row(v, &fewer, 0, "bits of row 0 depend on the number of rows");
+    }
+  }
+  for (int64_t d = 0; d < s->key_dim; d++) { /* head 1 */
+    oracle_store(scene->q.data, s->query_dtype, scene->call.q.stride[1] + d, NAN);
+  }
+  nyb_attention beside = scene->call;
+  beside.lse.data = NULL;
+  if (run_part(v, &beside)) expect_row(v, &beside, 0, "bits of row 0 depend on a row of NaN");
+  memcpy(scene->q.memory, scene->q.image, scene->q.memory_bytes);
+}
+
+/* Row 0 of several causal rows does not see the last tokens, whatever stands there. */
+static void same_beside_unseen(invariant *v) {
+  attention_scene *scene = &v->scene;
+  const attention_shape *s = &scene->shape;
+  const nyb_stored *stored[] = {&scene->call.k, &scene->call.v};
+  if (s->mask != NYB_MASK_CAUSAL || s->query_len < 2) return;
+  for (int i = 0; i < 2; i++) {
+    const nyb_dtype dtype = stored[i]->format.dtype;
+    const bool plain = stored[i]->format.scheme == NYB_PLAIN;
+    const int64_t token = s->lengths[0] - 1;
+    for (int64_t d = 0; plain && d < (i == 0 ? s->key_dim : s->value_dim); d++) {
+      oracle_store((void *)(uintptr_t)stored[i]->codes, dtype,
+                   token * stored[i]->codes_stride[2] + d, NAN);
+    }
+    if (plain) continue;
+    oracle_store((void *)(uintptr_t)stored[i]->scales, dtype, token * stored[i]->scales_stride[2],
+                 NAN);
+    oracle_store((void *)(uintptr_t)stored[i]->biases, dtype, token * stored[i]->biases_stride[2],
+                 INFINITY);
+  }
+  nyb_attention call = scene->call;
+  call.lse.data = NULL;
+  if (run_part(v, &call)) expect_row(v, &call, 0, "row 0 depends on a token that it does not see");
+}
+
+static void check_invariants(check_run *run, nyb_isa isa, const attention_shape *shape) {
+  invariant v = {.run = run, .isa = isa, .good = true};
+  if (!find_kernels(run, shape, isa, &v.set) || !scene_make(&v.scene, shape)) return;
+  v.first = malloc((size_t)scene_bits_bytes(&v.scene));
+  v.again = malloc((size_t)scene_bits_bytes(&v.scene));
+  if (v.first != NULL && v.again != NULL && run_scene(&v, &v.scene, run->contexts[isa], v.first)) {
+    same_over_threads(&v);
+    same_over_repeats(&v);
+    same_over_layouts(&v);
+    same_alone(&v);
+    if (shape->mask == NYB_MASK_CAUSAL) same_as_decode(&v);
+    same_beside_others(&v);
+    same_beside_unseen(&v);
+    for (int i = 0; i < 4 && v.good; i++) check_pass(v.set.tallies[i]);
+  }
+  free(v.first);
+  free(v.again);
+  scene_free(&v.scene);
+}
+
+static void check_invariant_shapes(check_run *run, int format) {
+  attention_shape shapes[] = {decode("three lengths", 6, 2, 64, 33),
+                              decode("row 0 of 16", 4, 2, 64, 32), decode("causal", 4, 2, 64, 1030),
+                              decode("ratio of 40", 40, 1, 32, 1100)};
+  shapes[0].batch = 3;
+  shapes[0].lengths[1] = 2500;
+  shapes[0].lengths[2] = 700;
+  shapes[1].query_len = 16;
+  shapes[2].query_len = 17;
+  shapes[2].mask = NYB_MASK_CAUSAL;
+  for (int i = 0; i < 4; i++) {
+    attention_shape *s = &shapes[i];
+    if (run->options.quick && (i + format) % 4 != 0) continue;
+    for (int64_t b = 0; b < s->batch; b++) {
+      if (s->lengths[b] > s->capacity_tokens) s->capacity_tokens = s->lengths[b];
+    }
+    const bool fits = choose_format(format, s->key_dim, i, &s->key_format) &&
+                      choose_format((format + i) % FORMATS, s->value_dim, i + 4, &s->value_format);
+    s->query_dtype = (nyb_dtype)(NYB_F32 + (format + i) % 3);
+    s->out_dtype = i == 3 ? NYB_BF16 : NYB_F32;
+    s->rounding = i % 2 == 0 ? NYB_ROUNDING_EXACT : NYB_ROUNDING_MLX;
+    s->seed = (uint64_t)(format * 4 + i);
+    for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON && fits; isa++) {
+      check_invariants(run, isa, s);
+    }
+  }
+}
+
+/* ---- All ---------------------------------------------------------------------------------- */
+
+void check_attention(check_run *run) {
+  for (int format = 0; format < FORMATS; format++) {
+    walk w = {.run = run, .format = format};
+    check_step(run, "attention", format, FORMATS);
+    check_lengths(&w);
+    check_dims(&w);
+    check_ratios(&w);
+    check_query_lengths(&w);
+    check_batches(&w);
+    check_data(&w);
+    check_one_hot(&w);
+    check_long(&w);
+    check_accuracy(run, format);
+    check_invariant_shapes(run, format);
+  }
+  check_step(run, "attention", FORMATS, FORMATS);
+}

@@ -1,0 +1,480 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "attention_scene.h"
+
+static int64_t bytes_of(nyb_dtype dtype) { return dtype == NYB_F32 ? 4 : 2; }
+
+/* ---- Layout ------------------------------------------------------------------------------- */
+
+/* Strides of [batch, heads, rows] with row_stride elements from a row to the next in memory. */
+static void set_strides(bool swapped, int64_t heads, int64_t rows, int64_t row_stride,
+                        int64_t stride[3]) {
+  stride[0] = heads * rows * row_stride;
+  stride[1] = swapped ? row_stride : rows * row_stride;
+  stride[2] = swapped ? heads * row_stride : row_stride;
+}
+
+static int64_t offset_of(const int64_t stride[3], int64_t batch_index, int64_t head, int64_t row) {
+  return batch_index * stride[0] + head * stride[1] + row * stride[2];
+}
+
+static bool make_stored(const attention_shape *s, const nyb_format *format, int64_t dim,
+                        stored_buffers *buffers, nyb_stored *stored) {
+  const bool plain = format->scheme == NYB_PLAIN;
+  const int64_t code_bytes = plain ? bytes_of(format->dtype) : 4;
+  const int64_t code_stride = (plain ? dim : dim * format->bits / 32) + s->gap;
+  const int64_t groups = plain ? 0 : dim / format->group_size;
+  const int64_t rows = s->batch * s->kv_heads * s->capacity_tokens;
+  const int64_t group_bytes = plain ? 0 : rows * (groups + s->gap) * bytes_of(format->dtype);
+  if (!check_buffer_make(&buffers->codes, rows * code_stride * code_bytes) ||
+      !check_buffer_make(&buffers->scales, group_bytes) ||
+      !check_buffer_make(&buffers->biases, group_bytes)) {
+    return false;
+  }
+  *stored = (nyb_stored){.format = *format,
+                         .codes = buffers->codes.data,
+                         .scales = plain ? NULL : buffers->scales.data,
+                         .biases = plain ? NULL : buffers->biases.data};
+  set_strides(s->swapped, s->kv_heads, s->capacity_tokens, code_stride, stored->codes_stride);
+  set_strides(s->swapped, s->kv_heads, s->capacity_tokens, groups + s->gap, stored->scales_stride);
+  set_strides(s->swapped, s->kv_heads, s->capacity_tokens, groups + s->gap, stored->biases_stride);
+  return true;
+}
+
+static bool make_views(attention_scene *scene) {
+  const attention_shape *s = &scene->shape;
+  nyb_attention *call = &scene->call;
+  const int64_t rows = s->batch * s->query_heads * s->query_len;
+  const int64_t q_stride = s->key_dim + s->gap, out_stride = s->value_dim + s->gap;
+  *call = (nyb_attention){
+      .struct_size = sizeof *call,
+      .batch = s->batch,
+      .query_heads = s->query_heads,
+      .kv_heads = s->kv_heads,
+      .query_len = s->query_len,
+      .key_dim = s->key_dim,
+      .value_dim = s->value_dim,
+      .capacity_tokens = s->capacity_tokens,
+      .lengths = s->lengths,
+      .scale = s->scale != 0 ? s->scale : (float)(1 / sqrt((double)s->key_dim)),
+      .mask = s->mask,
+      .rounding = s->rounding,
+  };
+  if (!check_buffer_make(&scene->q, rows * q_stride * bytes_of(s->query_dtype)) ||
+      !check_buffer_make(&scene->out, rows * out_stride * bytes_of(s->out_dtype)) ||
+      !check_buffer_make(&scene->lse, rows * (1 + s->gap) * 4) ||
+      !make_stored(s, &s->key_format, s->key_dim, &scene->k, &call->k) ||
+      !make_stored(s, &s->value_format, s->value_dim, &scene->v, &call->v)) {
+    return false;
+  }
+  call->q = (nyb_input){.data = scene->q.data, .dtype = s->query_dtype};
+  call->out = (nyb_output){.data = scene->out.data, .dtype = s->out_dtype};
+  call->lse = (nyb_output){.data = s->without_lse ? NULL : scene->lse.data, .dtype = NYB_F32};
+  set_strides(s->swapped, s->query_heads, s->query_len, q_stride, call->q.stride);
+  set_strides(s->swapped, s->query_heads, s->query_len, out_stride, call->out.stride);
+  set_strides(s->swapped, s->query_heads, s->query_len, 1 + s->gap, call->lse.stride);
+  return true;
+}
+
+/* ---- Data --------------------------------------------------------------------------------- */
+
+/* The direction of ROWS_DOMINANT's key and QUERIES_ALIGNED. */
+static double direction(int64_t d) { return d * d % 7 < 4 ? 1 : -1; }
+
+static double query_element(const attention_shape *s, int64_t head, int64_t row, int64_t d,
+                            check_random *random) {
+  const double normal = check_random_normal(random);
+  switch (s->queries) {
+    case QUERIES_NORMAL: return normal;
+    case QUERIES_ZERO: return 0;
+    case QUERIES_IDENTITY: return (row + head) % s->key_dim == d ? 1 : 0;
+    case QUERIES_ALIGNED: return 2 * direction(d) + normal;
+    case QUERIES_LARGE: return 200 * normal;
+    case QUERIES_TINY: return 1e-4 * normal;
+    case QUERIES_SUBNORMAL: return (s->query_dtype == NYB_F16 ? 0x1p-22 : 0x1p-130) * normal;
+    case QUERIES_OUTLIER: return d == s->key_dim / 2 ? 40 : 0.04 * normal;
+    case QUERIES_HALF_STEPS: /* one element that sets the step, the others between its multiples */
+      return d % 32 == 0 ? 1 : ((double)check_random_below(random, 65534) - 32766.5) / 32767;
+    case QUERIES_COUNT: break;
+  }
+  return NAN;
+}
+
+static double row_element(row_class class, const nyb_format *format, bool last, int64_t d,
+                          check_random *random) {
+  const double normal = check_random_normal(random);
+  const int64_t group_size = format->scheme == NYB_PLAIN ? 32 : format->group_size;
+  switch (class) {
+    case ROWS_ZERO: return 0;
+    case ROWS_DOMINANT: return last ? 4 * direction(d) : 0.1 * normal;
+    case ROWS_LARGE: return 30 * normal;
+    case ROWS_OUTLIER: return d == 0 ? 300 : normal;
+    case ROWS_CONSTANT: return d / group_size % 2 == 0 ? 9 : -9;
+    case ROWS_OFFSET: return 1000 + normal;
+    case ROWS_WIDE: return 60000 * (2 * (double)(d % group_size) / (double)(group_size - 1) - 1);
+    case ROWS_SUBNORMAL: return (format->dtype == NYB_F16 ? 0x1p-22 : 0x1p-130) * normal;
+    case ROWS_SEVENTHS: return (double)(7 * d % 32);
+    case ROWS_NORMAL:
+    case ROWS_EQUAL:
+    case ROWS_RAW:
+    case ROWS_ALL_ZERO_CODES:
+    case ROWS_ALL_MAX_CODES:
+    case ROWS_COUNT: break;
+  }
+  return normal;
+}
+
+/* Classes that fix the codes, the scale or the bias of a group instead of its elements. */
+static bool raw_group(row_class class, const nyb_format *format, int64_t first,
+                      check_random *random, oracle_group *group) {
+  const uint32_t largest = (1u << format->bits) - 1;
+  const double normal = check_random_normal(random);
+  group->scale = 2 * normal / largest;
+  group->bias = class == ROWS_SEVENTHS ? 0 : check_random_normal(random);
+  if (class == ROWS_SEVENTHS) group->scale = 1;
+  for (int64_t i = 0; i < format->group_size; i++) {
+    switch (class) {
+      case ROWS_RAW: group->codes[i] = (uint8_t)(check_random_bits(random) & largest); break;
+      case ROWS_ALL_ZERO_CODES: group->codes[i] = 0; break;
+      case ROWS_ALL_MAX_CODES: group->codes[i] = (uint8_t)largest; break;
+      case ROWS_SEVENTHS: group->codes[i] = (uint8_t)(7 * (first + i) & largest); break;
+      default: return false;
+    }
+  }
+  return true;
+}
+
+static void fill_affine_row(row_class class, const nyb_stored *stored, const int64_t first[3],
+                            int64_t dim, bool last, check_random *random) {
+  const nyb_format *format = &stored->format;
+  uint8_t *codes = (uint8_t *)(uintptr_t)stored->codes + first[0] * 4;
+  for (int64_t at = 0; at < dim; at += format->group_size) {
+    oracle_group group;
+    if (!raw_group(class, format, at, random, &group)) {
+      double elements[ORACLE_MAX_GROUP_SIZE];
+      for (int64_t i = 0; i < format->group_size; i++) {
+        const double element = row_element(class, format, last, at + i, random);
+        elements[i] = oracle_round(format->dtype, element);
+      }
+      if (!oracle_quantize_group(elements, format->group_size, format->bits, NYB_RULE_MLX_CPU,
+                                 format->dtype, &group)) {
+        group = (oracle_group){.scale = 0};
+      }
+    }
+    const int64_t g = at / format->group_size;
+    oracle_store((void *)(uintptr_t)stored->scales, format->dtype, first[1] + g, group.scale);
+    oracle_store((void *)(uintptr_t)stored->biases, format->dtype, first[2] + g, group.bias);
+    for (int64_t i = 0; i < format->group_size; i++) {
+      oracle_put_code(codes, format->bits, at + i, group.codes[i]);
+    }
+  }
+}
+
+/* Tokens up to each length are filled; the rest keeps its poison: NaN, and codes of all ones. */
+static void fill_stored(const attention_shape *s, row_class class, const nyb_stored *stored,
+                        int64_t dim, check_random *random) {
+  for (int64_t b = 0; b < s->batch; b++) {
+    for (int64_t head = 0; head < s->kv_heads; head++) {
+      const uint64_t state = random->state;
+      for (int64_t token = 0; token < s->lengths[b]; token++) {
+        if (class == ROWS_EQUAL) random->state = state;
+        const bool last = token == s->lengths[b] - 1;
+        const int64_t first[3] = {offset_of(stored->codes_stride, b, head, token),
+                                  offset_of(stored->scales_stride, b, head, token),
+                                  offset_of(stored->biases_stride, b, head, token)};
+        if (stored->format.scheme == NYB_AFFINE) {
+          fill_affine_row(class, stored, first, dim, last, random);
+          continue;
+        }
+        for (int64_t d = 0; d < dim; d++) {
+          oracle_store((void *)(uintptr_t)stored->codes, stored->format.dtype, first[0] + d,
+                       row_element(class, &stored->format, last, d, random));
+        }
+      }
+    }
+  }
+}
+
+static void fill_queries(const attention_scene *scene, check_random *random) {
+  const attention_shape *s = &scene->shape;
+  for (int64_t b = 0; b < s->batch; b++) {
+    for (int64_t head = 0; head < s->query_heads; head++) {
+      for (int64_t row = 0; row < s->query_len; row++) {
+        const int64_t first = offset_of(scene->call.q.stride, b, head, row);
+        for (int64_t d = 0; d < s->key_dim; d++) {
+          oracle_store(scene->q.data, s->query_dtype, first + d,
+                       query_element(s, head, row, d, random));
+        }
+      }
+    }
+  }
+}
+
+/* ---- Making a scene ----------------------------------------------------------------------- */
+
+static check_buffer *input_buffer(attention_scene *scene, int i) {
+  check_buffer *const buffers[] = {&scene->q,        &scene->k.codes, &scene->k.scales,
+                                   &scene->k.biases, &scene->v.codes, &scene->v.scales,
+                                   &scene->v.biases};
+  enum { INPUTS = sizeof buffers / sizeof buffers[0] };
+  return i < INPUTS ? buffers[i] : NULL;
+}
+
+bool scene_make(attention_scene *scene, const attention_shape *shape) {
+  *scene = (attention_scene){.shape = *shape};
+  if (!make_views(scene)) {
+    scene_free(scene);
+    return false;
+  }
+  check_random random = {.state = shape->seed};
+  fill_queries(scene, &random);
+  fill_stored(shape, shape->keys, &scene->call.k, shape->key_dim, &random);
+  fill_stored(shape, shape->values, &scene->call.v, shape->value_dim, &random);
+  scene->call.lengths = scene->shape.lengths; /* where the scene lives now */
+  for (int i = 0; input_buffer(scene, i) != NULL; i++) {
+    check_buffer_seal(input_buffer(scene, i));
+  }
+  return true;
+}
+
+void scene_free(attention_scene *scene) {
+  for (int i = 0; input_buffer(scene, i) != NULL; i++) {
+    check_buffer_free(input_buffer(scene, i));
+  }
+  check_buffer_free(&scene->out);
+  check_buffer_free(&scene->lse);
+  free(scene->workspace);
+  *scene = (attention_scene){.workspace = NULL};
+}
+
+/* ---- The oracle's view -------------------------------------------------------------------- */
+
+int64_t scene_visible(const attention_shape *s, int64_t batch_index, int64_t row) {
+  const int64_t length = s->lengths[batch_index];
+  if (s->mask == NYB_MASK_NONE) return length;
+  const int64_t visible = length - s->query_len + row + 1;
+  return visible > 0 ? visible : 0;
+}
+
+static int64_t row_count(const attention_shape *s) {
+  return s->batch * s->query_heads * s->query_len;
+}
+
+void scene_expected_free(scene_expected *expected) {
+  free(expected->out);
+  free(expected->out_error);
+  free(expected->lse);
+  free(expected->lse_error);
+  *expected = (scene_expected){0};
+}
+
+static bool expect_kv_head(const attention_scene *scene, nyb_path path, int64_t b, int64_t kv_head,
+                           double *query, scene_expected *e) {
+  const attention_shape *s = &scene->shape;
+  const int64_t ratio = s->query_heads / s->kv_heads;
+  oracle_rows keys = {0}, values = {0};
+  const oracle_attention oracle = {.keys = &keys,
+                                   .values = &values,
+                                   .query_dtype = s->query_dtype,
+                                   .scale = scene->call.scale,
+                                   .rounding = s->rounding,
+                                   .path = path};
+  bool good = oracle_rows_decode(&scene->call.k, b, kv_head, s->lengths[b], s->key_dim, &keys) &&
+              oracle_rows_decode(&scene->call.v, b, kv_head, s->lengths[b], s->value_dim, &values);
+  for (int64_t i = 0; i < ratio * s->query_len && good; i++) {
+    const int64_t head = kv_head * ratio + i / s->query_len, row = i % s->query_len;
+    const int64_t index = (b * s->query_heads + head) * s->query_len + row;
+    const int64_t first = offset_of(scene->call.q.stride, b, head, row);
+    for (int64_t d = 0; d < s->key_dim; d++) {
+      query[d] = oracle_load(scene->call.q.data, s->query_dtype, first + d);
+    }
+    oracle_result result = {.out = e->out + index * s->value_dim,
+                            .out_error = e->out_error + index * s->value_dim};
+    good = oracle_attention_row(&oracle, query, scene_visible(s, b, row), &result);
+    e->lse[index] = result.lse;
+    e->lse_error[index] = result.lse_error;
+  }
+  oracle_rows_free(&keys);
+  oracle_rows_free(&values);
+  return good;
+}
+
+bool scene_expect(const attention_scene *scene, nyb_path path, scene_expected *e) {
+  const attention_shape *s = &scene->shape;
+  const size_t rows = (size_t)row_count(s);
+  *e = (scene_expected){.out = calloc(rows * (size_t)s->value_dim, sizeof(double)),
+                        .out_error = calloc(rows * (size_t)s->value_dim, sizeof(double)),
+                        .lse = calloc(rows, sizeof(double)),
+                        .lse_error = calloc(rows, sizeof(double))};
+  double *query = calloc((size_t)s->key_dim, sizeof(double));
+  bool good = e->out != NULL && e->out_error != NULL && e->lse != NULL && e->lse_error != NULL &&
+              query != NULL;
+  for (int64_t i = 0; i < s->batch * s->kv_heads && good; i++) {
+    good = expect_kv_head(scene, path, i / s->kv_heads, i % s->kv_heads, query, e);
+  }
+  free(query);
+  if (!good) scene_expected_free(e);
+  return good;
+}
+
+/* ---- Running ------------------------------------------------------------------------------ */
+
+enum { WORKSPACE_GUARD_BYTES = 256, WORKSPACE_GUARD = 0xa5 };
+
+static bool prepare_workspace(attention_scene *scene, size_t bytes) {
+  if (scene->workspace == NULL || scene->workspace_bytes < bytes) {
+    free(scene->workspace);
+    const size_t all = (bytes + WORKSPACE_GUARD_BYTES + 63) / 64 * 64;
+    scene->workspace = aligned_alloc(NYB_WORKSPACE_ALIGNMENT, all);
+  }
+  if (scene->workspace == NULL) return false;
+  scene->workspace_bytes = bytes;
+  memset(scene->workspace, 0xff, bytes); /* NaN in every dtype */
+  memset((uint8_t *)scene->workspace + bytes, WORKSPACE_GUARD, WORKSPACE_GUARD_BYTES);
+  return true;
+}
+
+nyb_status scene_run(attention_scene *scene, const check_library *library, nyb_context *context,
+                     nyb_path path) {
+  nyb_plan plan = NYB_PLAN_INIT;
+  scene->call.path = path;
+  const nyb_status status = nyb_attention_plan(context, &scene->call, &plan);
+  if (status != NYB_OK) return status;
+  if (plan.path != path) return NYB_ERROR_UNSUPPORTED;
+  if (!prepare_workspace(scene, plan.workspace_bytes)) return NYB_ERROR_OUT_OF_MEMORY;
+  check_buffer_poison(&scene->out);
+  check_buffer_seal(&scene->out);
+  check_buffer_poison(&scene->lse);
+  check_buffer_seal(&scene->lse);
+  return library->attention(context, &scene->call, scene->workspace, scene->workspace_bytes, NULL);
+}
+
+/* ---- Comparing ---------------------------------------------------------------------------- */
+
+static void restore_outputs(attention_scene *scene) {
+  const attention_shape *s = &scene->shape;
+  const int64_t bytes = bytes_of(s->out_dtype);
+  for (int64_t i = 0; i < row_count(s); i++) {
+    const int64_t row = i % s->query_len, head = i / s->query_len % s->query_heads;
+    const int64_t b = i / s->query_len / s->query_heads;
+    check_buffer_restore(&scene->out, offset_of(scene->call.out.stride, b, head, row) * bytes,
+                         s->value_dim * bytes);
+    if (!s->without_lse) {
+      check_buffer_restore(&scene->lse, offset_of(scene->call.lse.stride, b, head, row) * 4, 4);
+    }
+  }
+}
+
+/* All but the outputs' own elements must be as it was. */
+static bool find_stray_write(attention_scene *scene, char *text, size_t text_size) {
+  restore_outputs(scene);
+  static const char *const names[] = {"q",        "k.codes",  "k.scales", "k.biases", "v.codes",
+                                      "v.scales", "v.biases", "out",      "lse"};
+  for (int i = 0; i < 9; i++) {
+    const check_buffer *buffer = i == 7   ? &scene->out
+                                 : i == 8 ? &scene->lse
+                                          : input_buffer(scene, i);
+    const int64_t at = check_buffer_changed(buffer);
+    if (at == CHECK_UNCHANGED) continue;
+    snprintf(text, text_size, "byte %lld of %s's buffer was written and is no output",
+             (long long)at, names[i]);
+    return true;
+  }
+  for (int i = 0; i < WORKSPACE_GUARD_BYTES; i++) {
+    if (((uint8_t *)scene->workspace)[scene->workspace_bytes + (size_t)i] == WORKSPACE_GUARD) {
+      continue;
+    }
+    snprintf(text, text_size, "workspace byte %zu + %d was written", scene->workspace_bytes, i);
+    return true;
+  }
+  return false;
+}
+
+/* Less the half unit in the last place that belongs to the output's own rounding. */
+static double share_of_tolerance(nyb_dtype dtype, double got, double want, double error) {
+  const double unit = dtype == NYB_F32 ? 0x1p-24 : dtype == NYB_F16 ? 0x1p-11 : 0x1p-8;
+  return error > 0 ? fmax(fabs(got - want) - unit * fabs(want), 0) / error : 0;
+}
+
+static bool compare_lse(const attention_scene *scene, const scene_expected *e, int64_t i,
+                        int64_t at, double *worst) {
+  if (scene->shape.without_lse) return true;
+  const double got = oracle_load(scene->lse.data, NYB_F32, at);
+  *worst = fmax(*worst, share_of_tolerance(NYB_F32, got, e->lse[i], e->lse_error[i]));
+  return oracle_within(NYB_F32, got, e->lse[i], e->lse_error[i]);
+}
+
+scene_fault scene_compare(attention_scene *scene, const scene_expected *e, double *worst,
+                          char *text, size_t text_size) {
+  const attention_shape *s = &scene->shape;
+  *worst = 0;
+  for (int64_t i = 0; i < row_count(s); i++) {
+    const int64_t row = i % s->query_len, head = i / s->query_len % s->query_heads;
+    const int64_t b = i / s->query_len / s->query_heads;
+    const int64_t lse_at = offset_of(scene->call.lse.stride, b, head, row);
+    if (!compare_lse(scene, e, i, lse_at, worst)) {
+      snprintf(text, text_size, "lse of batch %lld head %lld row %lld: got %.9g, want %.9g +- %.3g",
+               (long long)b, (long long)head, (long long)row,
+               oracle_load(scene->lse.data, NYB_F32, lse_at), e->lse[i], e->lse_error[i]);
+      return SCENE_BAD_LSE;
+    }
+    for (int64_t d = 0; d < s->value_dim; d++) {
+      const double got = oracle_load(scene->out.data, s->out_dtype,
+                                     offset_of(scene->call.out.stride, b, head, row) + d);
+      const double want = e->out[i * s->value_dim + d];
+      const double error = e->out_error[i * s->value_dim + d];
+      *worst = fmax(*worst, share_of_tolerance(s->out_dtype, got, want, error));
+      if (oracle_within(s->out_dtype, got, want, error)) continue;
+      snprintf(text, text_size,
+               "out of batch %lld head %lld row %lld element %lld: got %.9g, want %.9g +- %.3g, "
+               "rounded to %s",
+               (long long)b, (long long)head, (long long)row, (long long)d, got, want, error,
+               check_dtype_name(s->out_dtype));
+      return SCENE_BAD_OUT;
+    }
+  }
+  return find_stray_write(scene, text, text_size) ? SCENE_STRAY_WRITE : SCENE_GOOD;
+}
+
+/* ---- Bits --------------------------------------------------------------------------------- */
+
+int64_t scene_bits_bytes(const attention_scene *scene) {
+  const attention_shape *s = &scene->shape;
+  return row_count(s) * (s->value_dim * bytes_of(s->out_dtype) + 4);
+}
+
+void scene_bits(const attention_scene *scene, uint8_t *bits) {
+  const attention_shape *s = &scene->shape;
+  const int64_t bytes = s->value_dim * bytes_of(s->out_dtype);
+  uint8_t *lse = bits + row_count(s) * bytes;
+  for (int64_t i = 0; i < row_count(s); i++) {
+    const int64_t row = i % s->query_len, head = i / s->query_len % s->query_heads;
+    const int64_t b = i / s->query_len / s->query_heads;
+    const int64_t out_at = offset_of(scene->call.out.stride, b, head, row) * bytes_of(s->out_dtype);
+    memcpy(bits + i * bytes, (const uint8_t *)scene->out.data + out_at, (size_t)bytes);
+    memcpy(lse + i * 4,
+           (const uint8_t *)scene->lse.data + offset_of(scene->call.lse.stride, b, head, row) * 4,
+           4);
+  }
+}
+
+void scene_describe(const attention_scene *scene, char *text, size_t text_size) {
+  const attention_shape *s = &scene->shape;
+  char key[16], value[16];
+  check_format_name(&s->key_format, key);
+  check_format_name(&s->value_format, value);
+  snprintf(text, text_size,
+           "%s (B %lld, heads %lld/%lld, L %lld, D %lld/%lld, N %d; K %s g%d %s, V %s g%d %s; "
+           "%s to %s, %s, %s)",
+           s->name, (long long)s->batch, (long long)s->query_heads, (long long)s->kv_heads,
+           (long long)s->query_len, (long long)s->key_dim, (long long)s->value_dim,
+           (int)s->lengths[0], key, (int)s->key_format.group_size,
+           check_dtype_name(s->key_format.dtype), value, (int)s->value_format.group_size,
+           check_dtype_name(s->value_format.dtype), check_dtype_name(s->query_dtype),
+           check_dtype_name(s->out_dtype), s->rounding == NYB_ROUNDING_MLX ? "MLX" : "EXACT",
+           s->mask == NYB_MASK_CAUSAL ? "causal" : "no mask");
+}

@@ -1,0 +1,301 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+#include <math.h>
+#include <pthread.h>
+#include <stdarg.h>
+#include <stdatomic.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "check.h"
+
+const check_library check_nybble = {
+    .quantize = nyb_quantize_run,
+    .dequantize = nyb_dequantize_run,
+    .attention = nyb_attention_run,
+    .geglu = nyb_geglu_run,
+};
+
+/* ---- Tallies ------------------------------------------------------------------------------ */
+
+/* The spelled-out paths are no kernels, but are checked and counted beside them. */
+static const char *const path_operations[] = {"attention_compat", "geglu_compat"};
+enum { PATH_COUNT = sizeof path_operations / sizeof path_operations[0] };
+
+static bool operation_asked(const check_run *run, const char *operation) {
+  const char *asked = run->options.operation;
+  if (asked == NULL || strncmp(operation, asked, strlen(asked)) == 0) return true;
+  return strcmp(asked, "quantize") == 0 && strcmp(operation, "dequantize") == 0;
+}
+
+static void skip(check_tally *tally, const char *reason) {
+  tally->skipped = 1;
+  tally->skip_reason = reason;
+}
+
+static bool make_tallies(check_run *run) {
+  const int64_t kernels = nyb_kernel_count();
+  run->tallies = calloc((size_t)(kernels + PATH_COUNT), sizeof *run->tallies);
+  if (run->tallies == NULL) return false;
+  run->tally_count = kernels + PATH_COUNT;
+  for (int64_t i = 0; i < run->tally_count; i++) {
+    check_tally *tally = &run->tallies[i];
+    tally->index = i < kernels ? i : -1;
+    if (i >= kernels) {
+      const char *name = path_operations[i - kernels];
+      tally->kernel = (nyb_kernel){.name = name,
+                                   .operation = name,
+                                   .format = "",
+                                   .isa = NYB_ISA_SCALAR,
+                                   .runs_here = true,
+                                   .reason = ""};
+    } else {
+      tally->kernel.struct_size = sizeof tally->kernel;
+      if (nyb_kernel_at(NULL, i, &tally->kernel) != NYB_OK) return false;
+    }
+    const nyb_isa isa = run->options.isa;
+    if (!operation_asked(run, tally->kernel.operation)) {
+      skip(tally, "another operation was asked for");
+    } else if (!tally->kernel.runs_here) {
+      skip(tally, tally->kernel.reason[0] != '\0' ? tally->kernel.reason : "not in this build");
+    } else if (isa != NYB_ISA_AUTO && isa != tally->kernel.isa) {
+      skip(tally, "another ISA was asked for");
+    }
+  }
+  return true;
+}
+
+check_tally *check_find(check_run *run, const char *operation, const char *format, nyb_isa isa) {
+  for (int64_t i = 0; i < run->tally_count; i++) {
+    check_tally *tally = &run->tallies[i];
+    if (tally->kernel.isa == isa && strcmp(tally->kernel.operation, operation) == 0 &&
+        strcmp(tally->kernel.format, format) == 0) {
+      return tally->skipped != 0 || run->contexts[isa] == NULL ? NULL : tally;
+    }
+  }
+  return NULL;
+}
+
+void check_pass(check_tally *tally) { tally->passed++; }
+
+void check_fail(check_run *run, check_tally *tally, const char *format, ...) {
+  tally->failed++;
+  if (run->failures_kept == CHECK_KEPT_FAILURES) return;
+  char *text = run->failures[run->failures_kept++];
+  const int used = snprintf(text, CHECK_FAILURE_CHARACTERS, "%s: ", tally->kernel.name);
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text + used, CHECK_FAILURE_CHARACTERS - (size_t)used, format, arguments);
+  va_end(arguments);
+}
+
+void check_step(check_run *run, const char *operation, int64_t done, int64_t total) {
+  if (run->options.progress != NULL) {
+    run->options.progress(run->options.progress_data, operation, done, total);
+  }
+}
+
+void check_note_error(check_tally *tally, double error, double tolerance) {
+  if (tolerance > 0 && error / tolerance > tally->worst) {
+    tally->worst = error / tolerance;
+  }
+}
+
+/* What counts for a path is the library's counter of it. */
+static int64_t path_calls(const check_run *run, const check_tally *tally) {
+  nyb_counters counters = NYB_COUNTERS_INIT;
+  nyb_counters_get(run->contexts[tally->kernel.isa], &counters);
+  return strcmp(tally->kernel.name, "geglu_compat") == 0 ? counters.geglu_compat
+                                                         : counters.attention_compat;
+}
+
+int64_t check_calls(const check_run *run, const check_tally *tally) {
+  nyb_kernel kernel = NYB_KERNEL_INIT;
+  if (tally->index < 0) return path_calls(run, tally);
+  nyb_kernel_at(run->contexts[tally->kernel.isa], tally->index, &kernel);
+  return kernel.calls;
+}
+
+/* ---- The run ------------------------------------------------------------------------------ */
+
+/* A parallel-for of its own threads: the library's pool spins while it waits, which costs much
+ * where the machine is busy. */
+typedef struct share {
+  nyb_task task;
+  void *task_data;
+  _Atomic int64_t next;
+  int64_t count;
+} share;
+
+static void *take_tasks(void *data) {
+  share *s = data;
+  for (int64_t i; (i = atomic_fetch_add(&s->next, 1)) < s->count;) {
+    s->task(s->task_data, i);
+  }
+  return NULL;
+}
+
+void check_parallel_for(void *user_data, int64_t task_count, nyb_task task, void *task_data) {
+  enum { MOST_THREADS = 64 };
+  const int64_t asked = *(const int64_t *)user_data;
+  share s = {.task = task, .task_data = task_data, .count = task_count};
+  pthread_t threads[MOST_THREADS];
+  int started = 0;
+  while (started < MOST_THREADS && started + 1 < asked && started + 1 < task_count &&
+         pthread_create(&threads[started], NULL, take_tasks, &s) == 0) {
+    started++;
+  }
+  take_tasks(&s);
+  while (started > 0) pthread_join(threads[--started], NULL);
+}
+
+static void make_contexts(check_run *run) {
+  static int64_t threads = 2;
+  for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
+    check_tally *first = NULL;
+    for (int64_t i = 0; i < run->tally_count && first == NULL; i++) {
+      check_tally *tally = &run->tallies[i];
+      if (tally->kernel.isa == isa && tally->skipped == 0) first = tally;
+    }
+    if (first == NULL) continue;
+    const nyb_context_options options = {.struct_size = sizeof options,
+                                         .isa = isa,
+                                         .threads = threads,
+                                         .parallel_for = check_parallel_for,
+                                         .parallel_for_data = &threads};
+    if (nyb_context_create(&options, &run->contexts[isa]) != NYB_OK) {
+      check_fail(run, first, "no context for it: %s", nyb_last_error());
+    }
+  }
+}
+
+/* A kernel that no case ran has not been checked, whatever the reason. */
+static void add_up(check_run *run) {
+  for (int64_t i = 0; i < run->tally_count; i++) {
+    check_tally *tally = &run->tallies[i];
+    if (tally->passed + tally->failed + tally->skipped == 0) {
+      check_fail(run, tally, "no check reached this kernel");
+    }
+    run->passed += tally->passed;
+    run->failed += tally->failed;
+    run->skipped += tally->skipped;
+  }
+}
+
+check_run *check_all(const check_options *options) {
+  check_run *run = calloc(1, sizeof *run);
+  if (run == NULL) return NULL;
+  run->options = *options;
+  if (run->options.library == NULL) run->options.library = &check_nybble;
+  if (!make_tallies(run)) {
+    check_free(run);
+    return NULL;
+  }
+  make_contexts(run);
+  if (operation_asked(run, "quantize")) check_quantize(run);
+  if (operation_asked(run, "geglu")) check_geglu(run);
+  if (operation_asked(run, "attention")) check_attention(run);
+  add_up(run);
+  return run;
+}
+
+void check_free(check_run *run) {
+  if (run == NULL) return;
+  for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
+    nyb_context_destroy(run->contexts[isa]);
+  }
+  free(run->tallies);
+  free(run);
+}
+
+/* ---- Names -------------------------------------------------------------------------------- */
+
+const char *check_dtype_name(nyb_dtype dtype) {
+  static const char *const names[] = {[NYB_F32] = "f32", [NYB_F16] = "f16", [NYB_BF16] = "bf16"};
+  return names[dtype];
+}
+
+void check_format_name(const nyb_format *format, char name[16]) {
+  if (format->scheme == NYB_PLAIN) {
+    snprintf(name, 16, "plain_%s", check_dtype_name(format->dtype));
+  } else {
+    snprintf(name, 16, "affine%d", (int)format->bits);
+  }
+}
+
+/* ---- Buffers ------------------------------------------------------------------------------ */
+
+enum { GUARD_BYTES = 256, SHIFT_BYTES = 4 };
+
+/* 0xff in every byte is NaN as f32, f16 and bf16 alike, and the largest code of every width. */
+enum { POISON = 0xff };
+
+bool check_buffer_make(check_buffer *buffer, int64_t data_bytes) {
+  const size_t bytes = 2 * GUARD_BYTES + SHIFT_BYTES + (size_t)data_bytes;
+  *buffer = (check_buffer){.memory = malloc(bytes),
+                           .image = malloc(bytes),
+                           .memory_bytes = bytes,
+                           .data_bytes = (size_t)data_bytes};
+  if (buffer->memory == NULL || buffer->image == NULL) {
+    check_buffer_free(buffer);
+    return false;
+  }
+  check_buffer_poison(buffer);
+  /* malloc aligns to 16 at least, so that data is aligned to 4 and to no more. */
+  buffer->data = buffer->memory + GUARD_BYTES + SHIFT_BYTES;
+  return true;
+}
+
+void check_buffer_free(check_buffer *buffer) {
+  free(buffer->memory);
+  free(buffer->image);
+  *buffer = (check_buffer){0};
+}
+
+void check_buffer_poison(check_buffer *buffer) {
+  memset(buffer->memory, POISON, buffer->memory_bytes);
+}
+
+void check_buffer_seal(check_buffer *buffer) {
+  memcpy(buffer->image, buffer->memory, buffer->memory_bytes);
+}
+
+void check_buffer_restore(check_buffer *buffer, int64_t offset_bytes, int64_t bytes) {
+  const size_t start = (size_t)((const uint8_t *)buffer->data - buffer->memory);
+  memcpy((uint8_t *)buffer->data + offset_bytes, buffer->image + start + offset_bytes,
+         (size_t)bytes);
+}
+
+int64_t check_buffer_changed(const check_buffer *buffer) {
+  if (memcmp(buffer->memory, buffer->image, buffer->memory_bytes) == 0) return CHECK_UNCHANGED;
+  size_t i = 0;
+  while (buffer->memory[i] == buffer->image[i]) i++;
+  return (int64_t)i - ((const uint8_t *)buffer->data - buffer->memory);
+}
+
+/* ---- Random numbers ----------------------------------------------------------------------- */
+
+/* A Weyl sequence through a mixing function (splitmix64's constants). */
+uint64_t check_random_bits(check_random *random) {
+  random->state += 0x9e3779b97f4a7c15u;
+  uint64_t mixed = random->state;
+  mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9u;
+  mixed = (mixed ^ (mixed >> 27)) * 0x94d049bb133111ebu;
+  return mixed ^ (mixed >> 31);
+}
+
+double check_random_uniform(check_random *random) {
+  return (double)(check_random_bits(random) >> 11) * 0x1p-53;
+}
+
+/* The sum of four uniform numbers, brought to mean 0 and variance 1: within +-3.5. */
+double check_random_normal(check_random *random) {
+  const uint64_t bits = check_random_bits(random);
+  const uint64_t sum =
+      (bits & 0xffff) + (bits >> 16 & 0xffff) + (bits >> 32 & 0xffff) + (bits >> 48);
+  return ((double)sum / 65535 - 2) * 1.7320508075688772;
+}
+
+int64_t check_random_below(check_random *random, int64_t bound) {
+  return (int64_t)(check_random_bits(random) % (uint64_t)bound);
+}

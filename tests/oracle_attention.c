@@ -1,0 +1,382 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Attention for one query row, and how far a correct kernel may be from it.
+ *
+ * Write u = 2^-24 for f32's unit and mag for |scale| * code + |bias|. A kernel's score differs from
+ * the exact one by at most
+ *
+ *   delta = sum_d step_d * |k_d| + sum_d |q_d| * depth * u * mag_d
+ *
+ * step is the error of representing the query: the fused path over affine keys holds each group of
+ * a 16-bit query row as int16, in steps of max|q_group| / 32767, and an f32 query row as two such
+ * terms, the second in steps 1/65000 of the first's. The dots of these integers with the codes are
+ * exact. depth counts the f32 operations on the longest way of a product into the score.
+ * With rounding MLX the score is then rounded to T: where score - delta and score + delta round
+ * alike, nothing is left of delta, otherwise the score may be any of the neighbours.
+ *
+ * exp turns a score's absolute error into a relative one of its weight, so that each weight lies in
+ * w * exp(-delta) .. w * exp(delta). For weighted means that is exactly
+ *
+ *   |out' - out| <= sum p (exp(delta) - 1) |v - out| / sum p exp(-delta)
+ *
+ * (the deviations v - out have weighted sum 0), and never more than the largest |v - out|. To that
+ * come the rounding errors of the sums themselves, relative to sum p * mag. */
+#include <math.h>
+#include <stdlib.h>
+
+#include "oracle.h"
+
+/* The fused path's tiles and chunks, by the number of tokens alone. */
+enum { TILE_TOKENS = 64, CHUNK_TOKENS = 1024 };
+
+/* ---- Decoding ----------------------------------------------------------------------------- */
+
+void oracle_rows_free(oracle_rows *decoded) {
+  free(decoded->value);
+  free(decoded->magnitude);
+  *decoded = (oracle_rows){0};
+}
+
+static void decode_plain_row(const nyb_stored *rows, int64_t first, int64_t dim, double *value,
+                             double *magnitude) {
+  for (int64_t d = 0; d < dim; d++) {
+    value[d] = oracle_load(rows->codes, rows->format.dtype, first + d);
+    magnitude[d] = fabs(value[d]);
+  }
+}
+
+static void decode_affine_row(const nyb_stored *rows, const int64_t first[3], int64_t dim,
+                              double *value, double *magnitude) {
+  const uint8_t *codes = (const uint8_t *)rows->codes + first[0] * 4;
+  const nyb_dtype dtype = rows->format.dtype;
+  double scale = 0, bias = 0;
+  for (int64_t d = 0; d < dim; d++) {
+    if (d % rows->format.group_size == 0) {
+      const int64_t group = d / rows->format.group_size;
+      scale = oracle_load(rows->scales, dtype, first[1] + group);
+      bias = oracle_load(rows->biases, dtype, first[2] + group);
+    }
+    const double product = scale * oracle_code(codes, rows->format.bits, d);
+    value[d] = product + bias;
+    magnitude[d] = fabs(product) + fabs(bias);
+  }
+}
+
+static int64_t offset(const int64_t stride[3], int64_t batch_index, int64_t head, int64_t token) {
+  return batch_index * stride[0] + head * stride[1] + token * stride[2];
+}
+
+bool oracle_rows_decode(const nyb_stored *rows, int64_t batch_index, int64_t head, int64_t tokens,
+                        int64_t dim, oracle_rows *decoded) {
+  const size_t count = (size_t)(tokens * dim) + 1; /* never an empty allocation */
+  *decoded = (oracle_rows){
+      .tokens = tokens,
+      .dim = dim,
+      .group_size = rows->format.scheme == NYB_PLAIN ? 0 : rows->format.group_size,
+      .largest = 1,
+      .value = malloc(count * sizeof(double)),
+      .magnitude = malloc(count * sizeof(double)),
+  };
+  if (decoded->value == NULL || decoded->magnitude == NULL) {
+    oracle_rows_free(decoded);
+    return false;
+  }
+  for (int64_t token = 0; token < tokens; token++) {
+    double *value = decoded->value + token * dim;
+    double *magnitude = decoded->magnitude + token * dim;
+    const int64_t first[3] = {offset(rows->codes_stride, batch_index, head, token),
+                              offset(rows->scales_stride, batch_index, head, token),
+                              offset(rows->biases_stride, batch_index, head, token)};
+    if (rows->format.scheme == NYB_PLAIN) {
+      decode_plain_row(rows, first[0], dim, value, magnitude);
+    } else {
+      decode_affine_row(rows, first, dim, value, magnitude);
+    }
+    for (int64_t d = 0; d < dim; d++) {
+      if (magnitude[d] > decoded->largest) decoded->largest = magnitude[d];
+    }
+  }
+  return true;
+}
+
+/* ---- Scores ------------------------------------------------------------------------------- */
+
+/* One row's way through the softmax. */
+typedef struct row_state {
+  int64_t visible;
+  double *query;       /* [key_dim] after the scale */
+  double *step_error;  /* [key_dim] what |k_d| = 1 contributes to delta */
+  double *sum_error;   /* [key_dim] what mag_d = 1 contributes to delta */
+  double *score;       /* [visible], rounded where the contract says so */
+  double *delta;       /* [visible] how far a kernel's score may be off; later that of log p */
+  double *probability; /* [visible] */
+  double most, sum;    /* the largest score; the sum of exp(score - most) */
+} row_state;
+
+static double dot(const double *a, const double *b, int64_t count) {
+  double sums[4] = {0, 0, 0, 0}; /* independent, for speed */
+  for (int64_t i = 0; i < count; i++) {
+    sums[i & 3] += a[i] * b[i];
+  }
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+static bool rounds_scores(const oracle_attention *a) { return a->rounding == NYB_ROUNDING_MLX; }
+
+static bool has_integer_dots(const oracle_attention *a) {
+  return a->path == NYB_PATH_FUSED && a->keys->group_size != 0;
+}
+
+/* f32 operations of a score, one after the other at worst: integer dots become floats and take the
+ * step, the scale and the bias, two sums for each group (four roundings where there is no FMA);
+ * other scores are dim sums. Ten more hold and scale the query and unpack the key. */
+static double score_depth(const oracle_attention *a) {
+  const int64_t sums =
+      has_integer_dots(a) ? 4 * (a->keys->dim / a->keys->group_size) : a->keys->dim;
+  return (double)sums + 10;
+}
+
+/* Half a step, and the little by which f32 misses the nearest code, for max|q_group| = 1. A group
+ * below 2^-110 may count as zero: its steps are subnormal. */
+static double step_error(nyb_dtype query_dtype, double largest) {
+  const double half_step = (0.5 + 0x1p-8) / 32767;
+  if (largest < 0x1p-110) return 1;
+  return query_dtype == NYB_F32 ? half_step / 65000 : half_step;
+}
+
+static void find_step_errors(const oracle_attention *a, row_state *row) {
+  const int64_t group_size = a->keys->group_size;
+  for (int64_t first = 0; first < a->keys->dim; first += group_size) {
+    double largest = 0;
+    for (int64_t d = first; d < first + group_size; d++) {
+      largest = fmax(largest, fabs(row->query[d]));
+    }
+    for (int64_t d = first; d < first + group_size; d++) {
+      row->step_error[d] = largest * step_error(a->query_dtype, largest);
+    }
+  }
+}
+
+/* q' = T(q * T(scale)), or q * scale; and the errors of holding it. */
+static void scale_query(const oracle_attention *a, const double *query, row_state *row) {
+  const double depth = score_depth(a);
+  const double scale = rounds_scores(a) ? oracle_round(a->query_dtype, a->scale) : a->scale;
+  for (int64_t d = 0; d < a->keys->dim; d++) {
+    const double product = query[d] * scale;
+    row->query[d] = rounds_scores(a) ? oracle_round_f32_then(a->query_dtype, product) : product;
+    row->step_error[d] = 0;
+    row->sum_error[d] = fabs(row->query[d]) * depth * ORACLE_F32_UNIT;
+  }
+  if (has_integer_dots(a)) find_step_errors(a, row);
+}
+
+/* sum of a_d * |b_d| */
+static double dot_absolute(const double *a, const double *b, int64_t count) {
+  double sums[4] = {0, 0, 0, 0};
+  for (int64_t i = 0; i < count; i++) {
+    sums[i & 3] += a[i] * fabs(b[i]);
+  }
+  return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+}
+
+static void score_tokens(const oracle_attention *a, row_state *row) {
+  const int64_t dim = a->keys->dim;
+  row->most = -INFINITY;
+  for (int64_t n = 0; n < row->visible; n++) {
+    const double *key = a->keys->value + n * dim, *magnitude = a->keys->magnitude + n * dim;
+    double score = dot(row->query, key, dim);
+    double delta = dot(row->sum_error, magnitude, dim) + 0x1p-126;
+    if (has_integer_dots(a)) delta += dot_absolute(row->step_error, key, dim);
+    if (rounds_scores(a)) {
+      const double low = oracle_round(a->query_dtype, score - delta);
+      const double high = oracle_round(a->query_dtype, score + delta);
+      score = oracle_round(a->query_dtype, score);
+      delta = fmax(high - score, score - low);
+    }
+    row->score[n] = score;
+    row->delta[n] = delta;
+    row->most = fmax(row->most, score);
+  }
+}
+
+/* ---- Softmax ------------------------------------------------------------------------------ */
+
+static double chunk_count(int64_t visible) { return ceil((double)visible / CHUNK_TOKENS); }
+
+/* How many additions a sum over the tokens takes on its longest way. */
+static double sum_depth(const oracle_attention *a, int64_t visible) {
+  if (a->path == NYB_PATH_COMPAT || visible <= CHUNK_TOKENS) return (double)visible;
+  return CHUNK_TOKENS + chunk_count(visible);
+}
+
+/* Adds to delta what the f32 softmax itself loses. exp is good to 2 ulp, 4u; its argument,
+ * score - maximum, times log2(e) where exp2 serves, to 4u of its size. On the fused path a weight
+ * is rescaled each time the maximum moves, once per tile and once per chunk at most: an exp and a
+ * product each, while the arguments add up to most - score in all. */
+static void soften(const oracle_attention *a, row_state *row) {
+  double rescales = 0;
+  if (a->path == NYB_PATH_FUSED) {
+    const int64_t in_chunk = row->visible < CHUNK_TOKENS ? row->visible : CHUNK_TOKENS;
+    rescales = ceil((double)in_chunk / TILE_TOKENS) + chunk_count(row->visible);
+  }
+  row->sum = 0;
+  for (int64_t n = 0; n < row->visible; n++) {
+    const double below = row->most - row->score[n];
+    row->probability[n] = exp(-below);
+    row->sum += row->probability[n];
+    row->delta[n] += ORACLE_F32_UNIT * (4 * below + 5 * (rescales + 2));
+  }
+  for (int64_t n = 0; n < row->visible; n++) {
+    row->probability[n] /= row->sum;
+  }
+}
+
+/* sum p (exp(delta) - 1) and 1 - sum p exp(-delta): how far the sum of the weights may be off. */
+static void weight_errors(const row_state *row, double *above, double *below) {
+  *above = *below = 0;
+  for (int64_t n = 0; n < row->visible; n++) {
+    *above += row->probability[n] * expm1(row->delta[n]);
+    *below -= row->probability[n] * expm1(-row->delta[n]);
+  }
+}
+
+static void take_lse(const oracle_attention *a, const row_state *row, oracle_result *result) {
+  double above, below;
+  weight_errors(row, &above, &below);
+  result->lse = row->most + log(row->sum);
+  result->lse_error = fmax(log1p(above), -log1p(-below)) +
+                      ORACLE_F32_UNIT * (sum_depth(a, row->visible) + 4 + 4 * fabs(log(row->sum)) +
+                                         2 * fabs(row->most) + 2 * fabs(result->lse));
+}
+
+/* ---- Values ------------------------------------------------------------------------------- */
+
+/* out, and sum p * mag in out_error. */
+static void weigh_values(const oracle_attention *a, const row_state *row, oracle_result *result) {
+  const int64_t dim = a->values->dim;
+  for (int64_t d = 0; d < dim; d++) {
+    result->out[d] = result->out_error[d] = 0;
+  }
+  for (int64_t n = 0; n < row->visible; n++) {
+    const double p = row->probability[n];
+    if (p == 0) continue;
+    const double *value = a->values->value + n * dim;
+    const double *magnitude = a->values->magnitude + n * dim;
+    for (int64_t d = 0; d < dim; d++) {
+      result->out[d] += p * value[d];
+      result->out_error[d] += p * magnitude[d];
+    }
+  }
+}
+
+/* exp gives 0 below 2^-126, and sums lose what is below that: this much of the largest value. */
+static double underflow(const oracle_attention *a, int64_t visible) {
+  return (double)visible * 0x1p-125 * a->values->largest;
+}
+
+/* The largest |v - out| of a column: a mean with other weights is not farther away. */
+static double largest_deviation(const oracle_attention *a, int64_t visible, int64_t d, double out) {
+  double largest = 0;
+  for (int64_t n = 0; n < visible; n++) {
+    largest = fmax(largest, fabs(a->values->value[n * a->values->dim + d] - out));
+  }
+  return largest;
+}
+
+/* Fused: sums of weights and of weighted values, divided at the end. Both sums' rounding errors
+ * are relative to sum p * mag; eight more operations unpack, scale, merge and divide. */
+static void value_errors_fused(const oracle_attention *a, const row_state *row, double *deviation,
+                               oracle_result *result) {
+  const int64_t dim = a->values->dim;
+  const double depth = 2 * (sum_depth(a, row->visible) + 8);
+  const double lost = underflow(a, row->visible);
+  double above, below;
+  weight_errors(row, &above, &below);
+  for (int64_t d = 0; d < dim; d++) {
+    deviation[d] = 0;
+  }
+  for (int64_t n = 0; n < row->visible; n++) {
+    const double weight_error = row->probability[n] * expm1(row->delta[n]);
+    if (weight_error == 0) continue;
+    const double *value = a->values->value + n * dim;
+    for (int64_t d = 0; d < dim; d++) {
+      deviation[d] += weight_error * fabs(value[d] - result->out[d]);
+    }
+  }
+  for (int64_t d = 0; d < dim; d++) {
+    double from_weights = deviation[d] / (1 - below);
+    if (!(above < 0.25)) {
+      from_weights = fmin(isnan(from_weights) ? INFINITY : from_weights,
+                          largest_deviation(a, row->visible, d, result->out[d]));
+    }
+    result->out_error[d] = from_weights + depth * ORACLE_F32_UNIT * result->out_error[d] + lost;
+  }
+}
+
+/* Compat: p = T(exp * (1 / sum)), then a sum of products. Each p is a number of its own here: it
+ * lies between the roundings of its lower and its upper bound. */
+static void values_compat(const oracle_attention *a, row_state *row, oracle_result *result) {
+  const int64_t dim = a->values->dim;
+  const nyb_dtype dtype = rounds_scores(a) ? a->query_dtype : NYB_F32;
+  double above, below;
+  weight_errors(row, &above, &below);
+  const double of_sum =
+      fmax(log1p(above), -log1p(-below)) + ORACLE_F32_UNIT * ((double)row->visible + 4);
+  for (int64_t n = 0; n < row->visible; n++) {
+    const double low = row->probability[n] * exp(-row->delta[n] - of_sum) - 0x1p-149;
+    const double high = fmin(row->probability[n] * exp(row->delta[n] + of_sum), 1) + 0x1p-149;
+    const double p = oracle_round(dtype, row->probability[n]);
+    row->delta[n] = fmax(oracle_round(dtype, high) - p, p - oracle_round(dtype, low));
+    row->probability[n] = p;
+  }
+  const double lost = underflow(a, row->visible);
+  weigh_values(a, row, result);
+  for (int64_t d = 0; d < dim; d++) {
+    result->out_error[d] *= ORACLE_F32_UNIT * ((double)row->visible + 4);
+    result->out_error[d] += lost;
+  }
+  for (int64_t n = 0; n < row->visible; n++) {
+    for (int64_t d = 0; d < dim && row->delta[n] > 0; d++) {
+      result->out_error[d] += row->delta[n] * fabs(a->values->value[n * dim + d]);
+    }
+  }
+}
+
+/* ---- The row ------------------------------------------------------------------------------ */
+
+static void empty_row(const oracle_attention *a, oracle_result *result) {
+  for (int64_t d = 0; d < a->values->dim; d++) {
+    result->out[d] = result->out_error[d] = 0;
+  }
+  result->lse = -INFINITY;
+  result->lse_error = 0;
+}
+
+bool oracle_attention_row(const oracle_attention *a, const double *query, int64_t visible,
+                          oracle_result *result) {
+  if (visible <= 0) {
+    empty_row(a, result);
+    return true;
+  }
+  const int64_t key_dim = a->keys->dim, value_dim = a->values->dim;
+  double *memory = malloc((size_t)(3 * key_dim + 3 * visible + value_dim) * sizeof(double));
+  if (memory == NULL) return false;
+  row_state row = {.visible = visible,
+                   .query = memory,
+                   .step_error = memory + key_dim,
+                   .sum_error = memory + 2 * key_dim,
+                   .score = memory + 3 * key_dim,
+                   .delta = memory + 3 * key_dim + visible,
+                   .probability = memory + 3 * key_dim + 2 * visible};
+  scale_query(a, query, &row);
+  score_tokens(a, &row);
+  soften(a, &row);
+  take_lse(a, &row, result);
+  if (a->path == NYB_PATH_COMPAT) {
+    values_compat(a, &row, result);
+  } else {
+    weigh_values(a, &row, result);
+    value_errors_fused(a, &row, memory + 3 * key_dim + 3 * visible, result);
+  }
+  free(memory);
+  return true;
+}

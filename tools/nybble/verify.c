@@ -1,0 +1,166 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* nybble verify: every kernel that can run here against the oracle of tests/. */
+#include <argp.h>
+#include <cjson/cJSON.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "commands.h"
+
+typedef struct arguments {
+  check_options options;
+  bool json;
+  bool on_terminal;
+} arguments;
+
+/* ---- Options ------------------------------------------------------------------------------ */
+
+enum { OPTION_QUICK = 256, OPTION_ISA, OPTION_BACKEND, OPTION_OPERATION, OPTION_JSON };
+
+static const struct argp_option option_list[] = {
+    {"quick", OPTION_QUICK, NULL, 0, "A subset that takes seconds", 0},
+    {"isa", OPTION_ISA, "NAME", 0, "Only kernels of scalar, avx2, avx512 or neon", 0},
+    {"backend", OPTION_BACKEND, "NAME", 0, "Only kernels of this backend: cpu", 0},
+    {"operation", OPTION_OPERATION, "NAME", 0, "Only quantize, geglu or attention", 0},
+    {"json", OPTION_JSON, NULL, 0, "Print the report as JSON", 0},
+    {0},
+};
+
+static nyb_isa isa_by_name(const char *name) {
+  nyb_isa isa = NYB_ISA_NEON;
+  while (isa > NYB_ISA_AUTO && strcmp(nyb_isa_name(isa), name) != 0) isa--;
+  return isa;
+}
+
+static error_t parse_option(int key, char *value, struct argp_state *state) {
+  static const char *const operations[] = {"quantize", "geglu", "attention"};
+  arguments *args = state->input;
+  switch (key) {
+    case OPTION_QUICK: args->options.quick = true; break;
+    case OPTION_JSON: args->json = true; break;
+    case OPTION_ISA:
+      args->options.isa = isa_by_name(value);
+      if (args->options.isa == NYB_ISA_AUTO) {
+        argp_error(state, "--isa %s: it must be scalar, avx2, avx512 or neon", value);
+      }
+      break;
+    case OPTION_BACKEND:
+      if (strcmp(value, "cpu") != 0) argp_error(state, "--backend %s: it must be cpu", value);
+      break;
+    case OPTION_OPERATION:
+      for (int i = 0; i < 3; i++) {
+        if (strcmp(value, operations[i]) == 0) args->options.operation = operations[i];
+      }
+      if (args->options.operation == NULL) {
+        argp_error(state, "--operation %s: it must be quantize, geglu or attention", value);
+      }
+      break;
+    case ARGP_KEY_ARG: argp_error(state, "%s: verify takes no argument", value); break;
+    default: return ARGP_ERR_UNKNOWN;
+  }
+  return 0;
+}
+
+/* ---- Progress and reports ----------------------------------------------------------------- */
+
+static void show_progress(void *user_data, const char *operation, int64_t done, int64_t total) {
+  const arguments *args = user_data;
+  if (!args->on_terminal) return;
+  fprintf(stderr, "\r\033[K%s: %lld of %lld", operation, (long long)done, (long long)total);
+  if (done == total) fprintf(stderr, "\r\033[K");
+}
+
+static void print_text(const check_run *run) {
+  printf("%-36s %8s %8s %8s  %s\n", "kernel", "passed", "failed", "skipped", "error/tolerance");
+  for (int64_t i = 0; i < run->tally_count; i++) {
+    const check_tally *tally = &run->tallies[i];
+    printf("%-36s %8lld %8lld %8lld  ", tally->kernel.name, (long long)tally->passed,
+           (long long)tally->failed, (long long)tally->skipped);
+    if (tally->skipped != 0) {
+      printf("skipped: %s\n", tally->skip_reason);
+    } else if (tally->rms_error > 0) {
+      printf("%-16.2f relative RMS %.1e\n", tally->worst, tally->rms_error);
+    } else if (tally->worst > 0) {
+      printf("%.2f\n", tally->worst);
+    } else {
+      printf("bit for bit\n");
+    }
+  }
+  for (int64_t i = 0; i < run->failures_kept; i++) {
+    printf("FAILED %s\n", run->failures[i]);
+  }
+  if (run->failed > run->failures_kept) {
+    printf("... and %lld more\n", (long long)(run->failed - run->failures_kept));
+  }
+  printf("%lld passed, %lld failed, %lld skipped\n", (long long)run->passed, (long long)run->failed,
+         (long long)run->skipped);
+}
+
+static void add_kernel(cJSON *kernels, const check_tally *tally) {
+  cJSON *entry = cJSON_CreateObject();
+  cJSON_AddStringToObject(entry, "name", tally->kernel.name);
+  cJSON_AddStringToObject(entry, "operation", tally->kernel.operation);
+  cJSON_AddStringToObject(entry, "format", tally->kernel.format);
+  cJSON_AddStringToObject(entry, "isa", nyb_isa_name(tally->kernel.isa));
+  cJSON_AddNumberToObject(entry, "passed", (double)tally->passed);
+  cJSON_AddNumberToObject(entry, "failed", (double)tally->failed);
+  cJSON_AddNumberToObject(entry, "skipped", (double)tally->skipped);
+  if (tally->skipped != 0) cJSON_AddStringToObject(entry, "reason", tally->skip_reason);
+  cJSON_AddNumberToObject(entry, "worst_error_of_tolerance", tally->worst);
+  cJSON_AddNumberToObject(entry, "relative_rms_error", tally->rms_error);
+  cJSON_AddItemToArray(kernels, entry);
+}
+
+static void print_json(const check_run *run) {
+  cJSON *report = cJSON_CreateObject();
+  cJSON_AddStringToObject(report, "version", nyb_version());
+  cJSON_AddStringToObject(report, "backend", "cpu");
+  cJSON_AddBoolToObject(report, "quick", run->options.quick);
+  cJSON *kernels = cJSON_AddArrayToObject(report, "kernels");
+  for (int64_t i = 0; i < run->tally_count; i++) {
+    add_kernel(kernels, &run->tallies[i]);
+  }
+  cJSON *failures = cJSON_AddArrayToObject(report, "failures");
+  for (int64_t i = 0; i < run->failures_kept; i++) {
+    cJSON_AddItemToArray(failures, cJSON_CreateString(run->failures[i]));
+  }
+  cJSON_AddNumberToObject(report, "passed", (double)run->passed);
+  cJSON_AddNumberToObject(report, "failed", (double)run->failed);
+  cJSON_AddNumberToObject(report, "skipped", (double)run->skipped);
+  char *text = cJSON_Print(report);
+  puts(text != NULL ? text : "{}");
+  cJSON_free(text);
+  cJSON_Delete(report);
+}
+
+int nyb_command_verify(int argc, char **argv) {
+  static const struct argp parser = {
+      .options = option_list,
+      .parser = parse_option,
+      .doc =
+          "Checks every kernel that can run here against a double-precision oracle, over "
+          "adversarial inputs.\vA kernel that cannot run here is counted as skipped, with the "
+          "reason. The exit code is 1 where a check failed or nothing could be checked.",
+  };
+  arguments args = {.on_terminal = isatty(STDERR_FILENO) != 0};
+  args.options.progress = show_progress;
+  args.options.progress_data = &args;
+  argp_err_exit_status = 2;
+  if (argp_parse(&parser, argc, argv, 0, NULL, &args) != 0) return 2;
+  check_run *run = check_all(&args.options);
+  if (run == NULL) {
+    fprintf(stderr, "nybble verify: out of memory\n");
+    return 1;
+  }
+  if (args.json) {
+    print_json(run);
+  } else {
+    print_text(run);
+  }
+  const bool good = run->failed == 0 && run->passed > 0;
+  check_free(run);
+  return good ? 0 : 1;
+}
