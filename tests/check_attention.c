@@ -141,7 +141,7 @@ static void check_scene(check_run *run, const attention_shape *shape) {
 /* A walk over the cases of one key format. */
 typedef struct walk {
   check_run *run;
-  int format;    /* of the keys in even cases, of the values in odd ones */
+  int format;    /* of the keys or of the values, by turns */
   int64_t index; /* of the case */
 } walk;
 
@@ -158,13 +158,14 @@ static void check_case(walk *w, attention_shape shape) {
       if (room > shape.capacity_tokens) shape.capacity_tokens = room;
     }
   }
+  const bool keys_first = check_random_below(&random, 2) == 0;
   const int other = index % 3 == 0 ? w->format : (int)check_random_below(&random, FORMATS);
   const int64_t key_salt = check_random_below(&random, 9);
   const int64_t value_salt = check_random_below(&random, 9);
-  const bool fits = choose_format(index % 2 == 0 ? w->format : other, shape.key_dim, key_salt,
-                                  &shape.key_format) &&
-                    choose_format(index % 2 == 0 ? other : w->format, shape.value_dim, value_salt,
-                                  &shape.value_format);
+  const bool fits =
+      choose_format(keys_first ? w->format : other, shape.key_dim, key_salt, &shape.key_format) &&
+      choose_format(keys_first ? other : w->format, shape.value_dim, value_salt,
+                    &shape.value_format);
   if (shape.query_dtype == 0) {
     shape.query_dtype = (nyb_dtype)(NYB_F32 + check_random_below(&random, 3));
   }
