@@ -280,6 +280,7 @@ static bool expect_kv_head(const attention_scene *scene, nyb_path path, int64_t 
   const oracle_attention oracle = {.keys = &keys,
                                    .values = &values,
                                    .query_dtype = s->query_dtype,
+                                   .out_dtype = s->out_dtype,
                                    .scale = scene->call.scale,
                                    .rounding = s->rounding,
                                    .path = path};

@@ -19,6 +19,14 @@ static const binary binaries[] = {
     [NYB_BF16] = {.width = 16, .precision = 8, .min_exponent = -126, .largest = 0x1.fep127},
 };
 
+/* 2^exponent, exact, for a double's normal exponents. */
+static double power_of_two(int exponent) {
+  const uint64_t bits = (uint64_t)(exponent + 1023) << 52;
+  double value;
+  memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
 double oracle_round(nyb_dtype dtype, double value) {
   if (value == 0 || !isfinite(value)) return value;
   const binary *target = &binaries[dtype];
@@ -26,7 +34,7 @@ double oracle_round(nyb_dtype dtype, double value) {
   frexp(value, &exponent);
   if (exponent - 1 < target->min_exponent) exponent = target->min_exponent + 1;
   const int last_place = exponent - target->precision;
-  const double rounded = ldexp(nearbyint(ldexp(value, -last_place)), last_place);
+  const double rounded = nearbyint(value * power_of_two(-last_place)) * power_of_two(last_place);
   return fabs(rounded) > target->largest ? copysign(INFINITY, value) : rounded;
 }
 
@@ -62,10 +70,10 @@ double oracle_decode(nyb_dtype dtype, uint32_t bits) {
   if (biased == all_ones) {
     value = fraction != 0 ? (double)NAN : (double)INFINITY;
   } else if (biased == 0) {
-    value = ldexp(fraction, source->min_exponent - fraction_bits);
+    value = fraction * power_of_two(source->min_exponent - fraction_bits);
   } else {
-    value = ldexp((1u << fraction_bits) + fraction,
-                  (int)biased - 1 + source->min_exponent - fraction_bits);
+    value = ((1u << fraction_bits) + fraction) *
+            power_of_two((int)biased - 1 + source->min_exponent - fraction_bits);
   }
   return bits >> (source->width - 1) & 1u ? -value : value;
 }

@@ -65,10 +65,13 @@ double oracle_geglu_f32_error(double gate, double up);
 /* The rows of one KV head, decoded: value = scale * code + bias, not rounded. */
 typedef struct oracle_rows {
   int64_t tokens, dim;
-  int64_t group_size; /* 0: plain */
-  double *value;      /* [tokens, dim] */
-  double *magnitude;  /* |scale| * code + |bias|: what f32's rounding errors are relative to */
-  double largest;     /* of magnitude, and 1 at least */
+  int64_t group_size;  /* 0: plain */
+  double *value;       /* [tokens, dim] */
+  double *magnitude;   /* |scale| * code + |bias|: what f32's rounding errors are relative to */
+  double *from_middle; /* affine: |code - middle|, middle being half of the largest code */
+  double *scale;       /* affine: [tokens, dim / group_size] */
+  double middle;
+  double largest; /* of magnitude, and 1 at least */
 } oracle_rows;
 
 /* False where memory ran out. */
@@ -78,7 +81,7 @@ void oracle_rows_free(oracle_rows *decoded);
 
 typedef struct oracle_attention {
   const oracle_rows *keys, *values;
-  nyb_dtype query_dtype;
+  nyb_dtype query_dtype, out_dtype;
   double scale; /* the descriptor's f32 */
   nyb_rounding rounding;
   nyb_path path; /* FUSED or COMPAT */

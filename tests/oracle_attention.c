@@ -7,7 +7,7 @@
  *   delta = sum_d step_d * |k_d| + sum_d |q_d| * depth * u * mag_d
  *
  * step is the error of representing the query: the fused path over affine keys holds each group of
- * a 16-bit query row as int16, in steps of max|q_group| / 32767, and an f32 query row as two such
+ * a query row as int16, in steps of max|q_group| / 32767, and, where q or out is f32, as two such
  * terms, the second in steps 1/65000 of the first's. The dots of these integers with the codes are
  * exact. depth counts the f32 operations on the longest way of a product into the score.
  * With rounding MLX the score is then rounded to T: where score - delta and score + delta round
@@ -19,7 +19,12 @@
  *   |out' - out| <= sum p (exp(delta) - 1) |v - out| / sum p exp(-delta)
  *
  * (the deviations v - out have weighted sum 0), and never more than the largest |v - out|. To that
- * come the rounding errors of the sums themselves, relative to sum p * mag. */
+ * come the rounding errors of the sums themselves, relative to sum p * mag.
+ *
+ * Affine values whose output has 16 bits are integer dots, too: within a tile of tokens and a group
+ * of elements p * scale is held as int16, in steps of its largest / 32767; what that takes from the
+ * sum of p * scale is put back at the middle code. So each token adds at most half a step times its
+ * code's distance from the middle. */
 #include <math.h>
 #include <stdlib.h>
 
@@ -33,31 +38,36 @@ enum { TILE_TOKENS = 64, CHUNK_TOKENS = 1024 };
 void oracle_rows_free(oracle_rows *decoded) {
   free(decoded->value);
   free(decoded->magnitude);
+  free(decoded->from_middle);
+  free(decoded->scale);
   *decoded = (oracle_rows){0};
 }
 
-static void decode_plain_row(const nyb_stored *rows, int64_t first, int64_t dim, double *value,
-                             double *magnitude) {
-  for (int64_t d = 0; d < dim; d++) {
-    value[d] = oracle_load(rows->codes, rows->format.dtype, first + d);
-    magnitude[d] = fabs(value[d]);
+static void decode_plain_row(const nyb_stored *rows, int64_t first, int64_t token,
+                             oracle_rows *decoded) {
+  for (int64_t d = 0; d < decoded->dim; d++) {
+    const double value = oracle_load(rows->codes, rows->format.dtype, first + d);
+    decoded->value[token * decoded->dim + d] = value;
+    decoded->magnitude[token * decoded->dim + d] = fabs(value);
   }
 }
 
-static void decode_affine_row(const nyb_stored *rows, const int64_t first[3], int64_t dim,
-                              double *value, double *magnitude) {
+static void decode_affine_row(const nyb_stored *rows, const int64_t first[3], int64_t token,
+                              oracle_rows *decoded) {
   const uint8_t *codes = (const uint8_t *)rows->codes + first[0] * 4;
-  const nyb_dtype dtype = rows->format.dtype;
+  const int64_t groups = decoded->dim / decoded->group_size;
   double scale = 0, bias = 0;
-  for (int64_t d = 0; d < dim; d++) {
-    if (d % rows->format.group_size == 0) {
-      const int64_t group = d / rows->format.group_size;
-      scale = oracle_load(rows->scales, dtype, first[1] + group);
-      bias = oracle_load(rows->biases, dtype, first[2] + group);
+  for (int64_t d = 0; d < decoded->dim; d++) {
+    const int64_t group = d / decoded->group_size, at = token * decoded->dim + d;
+    if (d % decoded->group_size == 0) {
+      scale = oracle_load(rows->scales, rows->format.dtype, first[1] + group);
+      bias = oracle_load(rows->biases, rows->format.dtype, first[2] + group);
+      decoded->scale[token * groups + group] = scale;
     }
-    const double product = scale * oracle_code(codes, rows->format.bits, d);
-    value[d] = product + bias;
-    magnitude[d] = fabs(product) + fabs(bias);
+    const double code = oracle_code(codes, rows->format.bits, d);
+    decoded->value[at] = scale * code + bias;
+    decoded->magnitude[at] = fabs(scale * code) + fabs(bias);
+    decoded->from_middle[at] = fabs(code - decoded->middle);
   }
 }
 
@@ -67,33 +77,36 @@ static int64_t offset(const int64_t stride[3], int64_t batch_index, int64_t head
 
 bool oracle_rows_decode(const nyb_stored *rows, int64_t batch_index, int64_t head, int64_t tokens,
                         int64_t dim, oracle_rows *decoded) {
+  const bool plain = rows->format.scheme == NYB_PLAIN;
   const size_t count = (size_t)(tokens * dim) + 1; /* never an empty allocation */
   *decoded = (oracle_rows){
       .tokens = tokens,
       .dim = dim,
-      .group_size = rows->format.scheme == NYB_PLAIN ? 0 : rows->format.group_size,
+      .group_size = plain ? 0 : rows->format.group_size,
+      .middle = plain ? 0 : 0.5 * ((1 << rows->format.bits) - 1),
       .largest = 1,
       .value = malloc(count * sizeof(double)),
       .magnitude = malloc(count * sizeof(double)),
+      .from_middle = malloc((plain ? 1 : count) * sizeof(double)),
+      .scale = malloc((plain ? 1 : count) * sizeof(double)),
   };
-  if (decoded->value == NULL || decoded->magnitude == NULL) {
+  if (decoded->value == NULL || decoded->magnitude == NULL || decoded->from_middle == NULL ||
+      decoded->scale == NULL) {
     oracle_rows_free(decoded);
     return false;
   }
   for (int64_t token = 0; token < tokens; token++) {
-    double *value = decoded->value + token * dim;
-    double *magnitude = decoded->magnitude + token * dim;
     const int64_t first[3] = {offset(rows->codes_stride, batch_index, head, token),
                               offset(rows->scales_stride, batch_index, head, token),
                               offset(rows->biases_stride, batch_index, head, token)};
-    if (rows->format.scheme == NYB_PLAIN) {
-      decode_plain_row(rows, first[0], dim, value, magnitude);
+    if (plain) {
+      decode_plain_row(rows, first[0], token, decoded);
     } else {
-      decode_affine_row(rows, first, dim, value, magnitude);
+      decode_affine_row(rows, first, token, decoded);
     }
-    for (int64_t d = 0; d < dim; d++) {
-      if (magnitude[d] > decoded->largest) decoded->largest = magnitude[d];
-    }
+  }
+  for (int64_t i = 0; i < tokens * dim; i++) {
+    if (decoded->magnitude[i] > decoded->largest) decoded->largest = decoded->magnitude[i];
   }
   return true;
 }
@@ -135,13 +148,14 @@ static double score_depth(const oracle_attention *a) {
   return (double)sums + 10;
 }
 
-/* Half a step, and the little by which f32 misses the nearest code, for max|q_group| = 1. A group
- * below 2^-110 may count as zero: its steps are subnormal. */
-static double step_error(nyb_dtype query_dtype, double largest) {
-  const double half_step = (0.5 + 0x1p-8) / 32767;
-  if (largest < 0x1p-110) return 1;
-  return query_dtype == NYB_F32 ? half_step / 65000 : half_step;
+/* Whether the fused path keeps what a 16-bit output would not show. */
+static bool is_precise(const oracle_attention *a) {
+  return a->query_dtype == NYB_F32 || a->out_dtype == NYB_F32;
 }
+
+/* Half a step, and the little by which f32 misses the nearest integer, where the largest of the
+ * numbers is 1. Below 2^-110 they may count as zero: their steps are subnormal. */
+static double half_step(double largest) { return largest < 0x1p-110 ? 1 : (0.5 + 0x1p-8) / 32767; }
 
 static void find_step_errors(const oracle_attention *a, row_state *row) {
   const int64_t group_size = a->keys->group_size;
@@ -151,7 +165,8 @@ static void find_step_errors(const oracle_attention *a, row_state *row) {
       largest = fmax(largest, fabs(row->query[d]));
     }
     for (int64_t d = first; d < first + group_size; d++) {
-      row->step_error[d] = largest * step_error(a->query_dtype, largest);
+      row->step_error[d] = largest * half_step(largest);
+      if (is_precise(a) && largest >= 0x1p-110) row->step_error[d] /= 65000;
     }
   }
 }
@@ -282,6 +297,41 @@ static double largest_deviation(const oracle_attention *a, int64_t visible, int6
   return largest;
 }
 
+static bool has_integer_weights(const oracle_attention *a) {
+  return a->values->group_size != 0 && !is_precise(a);
+}
+
+/* Adds the error of the integer weights of tokens [first, end), one tile, for one group. */
+static void add_weight_steps(const oracle_attention *a, const row_state *row, int64_t first,
+                             int64_t end, int64_t group, double *error) {
+  const oracle_rows *values = a->values;
+  const int64_t groups = values->dim / values->group_size;
+  double largest = 0, sum = 0;
+  for (int64_t n = first; n < end; n++) {
+    const double weight = row->probability[n] * fabs(values->scale[n * groups + group]);
+    if (weight > largest) largest = weight;
+    sum += weight;
+  }
+  /* The dots' own f32 operations, and those of the sum that is put back at the middle. */
+  const double of_middle = sum * values->middle * (TILE_TOKENS + 8) * ORACLE_F32_UNIT;
+  for (int64_t d = group * values->group_size; d < (group + 1) * values->group_size; d++) {
+    double distances = 0;
+    for (int64_t n = first; n < end; n++) {
+      distances += values->from_middle[n * values->dim + d];
+    }
+    error[d] += largest * half_step(largest) * distances + of_middle;
+  }
+}
+
+static void add_weight_errors(const oracle_attention *a, const row_state *row, double *error) {
+  for (int64_t first = 0; first < row->visible; first += TILE_TOKENS) {
+    const int64_t end = first + TILE_TOKENS < row->visible ? first + TILE_TOKENS : row->visible;
+    for (int64_t group = 0; group < a->values->dim / a->values->group_size; group++) {
+      add_weight_steps(a, row, first, end, group, error);
+    }
+  }
+}
+
 /* Fused: sums of weights and of weighted values, divided at the end. Both sums' rounding errors
  * are relative to sum p * mag; eight more operations unpack, scale, merge and divide. */
 static void value_errors_fused(const oracle_attention *a, const row_state *row, double *deviation,
@@ -310,6 +360,7 @@ static void value_errors_fused(const oracle_attention *a, const row_state *row, 
     }
     result->out_error[d] = from_weights + depth * ORACLE_F32_UNIT * result->out_error[d] + lost;
   }
+  if (has_integer_weights(a)) add_weight_errors(a, row, result->out_error);
 }
 
 /* Compat: p = T(exp * (1 / sum)), then a sum of products. Each p is a number of its own here: it

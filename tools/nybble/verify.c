@@ -82,7 +82,7 @@ static void print_text(const check_run *run) {
     if (tally->skipped != 0) {
       printf("skipped: %s\n", tally->skip_reason);
     } else if (tally->rms_error > 0) {
-      printf("%-16.2f relative RMS %.1e\n", tally->worst, tally->rms_error);
+      printf("%-16.2f relative RMS error %.1e\n", tally->worst, tally->rms_error);
     } else if (tally->worst > 0) {
       printf("%.2f\n", tally->worst);
     } else {
