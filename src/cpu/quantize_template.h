@@ -26,9 +26,8 @@
 
 #include "../kernels.h"
 #include "../numeric.h"
+#include "codes_lane.h"
 #include "quantize_group.h"
-
-#define NYB_INLINE static inline __attribute__((always_inline))
 
 enum { LARGEST_GROUP = 128 };
 
