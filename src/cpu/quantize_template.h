@@ -124,8 +124,10 @@ NYB_INLINE bool find_scales(const nyb_quantize_span *span, float highest_code, n
          v_all_finite(v_round_to(span->scale_dtype, bias));
 }
 
-/* False where a group of the batch cannot be stored. */
-NYB_INLINE bool find_batch(const nyb_quantize_span *span, float highest_code, group_batch *batch) {
+/* False where a group of the batch cannot be stored. Like all that does not depend on the width,
+ * compiled once. */
+static __attribute__((noinline)) bool find_batch(const nyb_quantize_span *span, float highest_code,
+                                                 group_batch *batch) {
   nyb_vector minimums[BATCH_GROUPS], maximums[BATCH_GROUPS];
   for (int64_t i = batch->count; i < batch->vectors * LANES; i++) {
     minimums[i] = maximums[i] = v_set(0.0f); /* the lanes of no group stay finite */
@@ -171,7 +173,8 @@ NYB_INLINE void find_codes(nyb_dtype dtype, const nyb_quantize_span *span, const
   }
 }
 
-NYB_INLINE void store_scales(const nyb_quantize_span *span, const group_batch *batch) {
+static __attribute__((noinline)) void store_scales(const nyb_quantize_span *span,
+                                                   const group_batch *batch) {
   int64_t i = 0;
   for (; i + LANES <= batch->count; i += LANES) {
     const int64_t group = batch->first_group + i;
