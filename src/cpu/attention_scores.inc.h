@@ -245,6 +245,22 @@ typedef struct score_scratch {
 } score_scratch;
 _Static_assert(sizeof(score_scratch) <= NYB_TILE_SCRATCH_BYTES, "scores must fit the scratch");
 
+/* Kept out of line: it does not depend on the width of codes, so all widths share one copy. */
+static __attribute__((noinline)) void score_group(const nyb_score_tile *tile,
+                                                  const group_of_keys *keys,
+                                                  int64_t padded_tokens) {
+  int64_t row = 0;
+  for (; row + DOT_ROWS <= tile->rows; row += DOT_ROWS) {
+    score_rows(tile, keys, DOT_ROWS, row, padded_tokens);
+  }
+  switch (tile->rows - row) {
+    case 3: score_rows(tile, keys, 3, row, padded_tokens); break;
+    case 2: score_rows(tile, keys, 2, row, padded_tokens); break;
+    case 1: score_rows(tile, keys, 1, row, padded_tokens); break;
+    default: break;
+  }
+}
+
 ALWAYS_INLINE void scores_affine(const nyb_score_tile *tile, int bits) {
   score_scratch *scratch = tile->scratch;
   const nyb_tile_tokens *k = &tile->k;
@@ -263,16 +279,7 @@ ALWAYS_INLINE void scores_affine(const nyb_score_tile *tile, int bits) {
                  scratch->scales);
     gather_group(k->biases, k->biases_stride_bytes, keys.group, k->tokens, k->scale_dtype,
                  scratch->biases);
-    int64_t row = 0;
-    for (; row + DOT_ROWS <= tile->rows; row += DOT_ROWS) {
-      score_rows(tile, &keys, DOT_ROWS, row, padded_tokens);
-    }
-    switch (tile->rows - row) {
-      case 3: score_rows(tile, &keys, 3, row, padded_tokens); break;
-      case 2: score_rows(tile, &keys, 2, row, padded_tokens); break;
-      case 1: score_rows(tile, &keys, 1, row, padded_tokens); break;
-      default: break;
-    }
+    score_group(tile, &keys, padded_tokens);
   }
 }
 
