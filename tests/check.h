@@ -46,6 +46,7 @@ typedef struct check_options {
   bool quick;
   nyb_isa isa;           /* AUTO: every one that runs here */
   const char *operation; /* NULL: every one; else "quantize", "attention" or "geglu" */
+  const char *format;    /* NULL: every one, and mixed; else the kernel table's name of one */
   const check_library *library;
   check_progress progress; /* may be NULL */
   void *progress_data;
@@ -74,6 +75,9 @@ void check_geglu(check_run *run);
 /* The tally of a kernel to be checked; NULL where no such kernel exists, runs here or is asked for.
  * For a path that is no kernel the format is "". */
 check_tally *check_find(check_run *run, const char *operation, const char *format, nyb_isa isa);
+
+/* Whether cases of that format, by the kernel table's name, are asked for. */
+bool check_wants_format(const check_run *run, const char *format);
 
 void check_pass(check_tally *tally);
 void check_fail(check_run *run, check_tally *tally, const char *format, ...)

@@ -161,7 +161,8 @@ static void check_case(walk *w, attention_shape shape) {
     }
   }
   const bool keys_first = check_random_below(&random, 2) == 0;
-  const int other = index % 3 == 0 ? w->format : (int)check_random_below(&random, FORMATS);
+  const bool pure = index % 3 == 0 || w->run->options.format != NULL;
+  const int other = pure ? w->format : (int)check_random_below(&random, FORMATS);
   const int64_t key_salt = check_random_below(&random, 9);
   const int64_t value_salt = check_random_below(&random, 9);
   const bool fits =
@@ -669,7 +670,8 @@ static void check_invariant_shapes(check_run *run, int format) {
       if (s->lengths[b] > s->capacity_tokens) s->capacity_tokens = s->lengths[b];
     }
     const bool fits = choose_format(format, s->key_dim, i, &s->key_format) &&
-                      choose_format((format + i) % FORMATS, s->value_dim, i + 4, &s->value_format);
+                      choose_format(run->options.format != NULL ? format : (format + i) % FORMATS,
+                                    s->value_dim, i + 4, &s->value_format);
     s->query_dtype = (nyb_dtype)(NYB_F32 + (format + i) % 3);
     s->out_dtype = i == 3 ? NYB_BF16 : NYB_F32;
     s->rounding = i % 2 == 0 ? NYB_ROUNDING_EXACT : NYB_ROUNDING_MLX;
@@ -685,7 +687,12 @@ static void check_invariant_shapes(check_run *run, int format) {
 void check_attention(check_run *run) {
   for (int format = 0; format < FORMATS; format++) {
     walk w = {.run = run, .format = format};
+    nyb_format any;
+    char name[16];
+    choose_format(format, 128, 0, &any);
+    check_format_name(&any, name);
     check_step(run, "attention", format, FORMATS);
+    if (!check_wants_format(run, name)) continue;
     check_lengths(&w);
     check_dims(&w);
     check_ratios(&w);

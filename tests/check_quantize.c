@@ -552,11 +552,18 @@ void check_quantize(check_run *run) {
   enum { PLAIN_FORMATS = 3, WIDTHS = sizeof widths / sizeof widths[0] };
   check_random random = {.state = 1};
   for (int i = 0; i < PLAIN_FORMATS + WIDTHS; i++) {
+    const bool plain = i < PLAIN_FORMATS;
+    const nyb_format format = {.scheme = plain ? NYB_PLAIN : NYB_AFFINE,
+                               .bits = plain ? 0 : widths[i - PLAIN_FORMATS],
+                               .dtype = (nyb_dtype)(NYB_F32 + i % 3)};
+    char name[16];
+    check_format_name(&format, name);
     check_step(run, "quantize", i, PLAIN_FORMATS + WIDTHS);
-    if (i < PLAIN_FORMATS) {
-      check_plain(run, (nyb_dtype)(NYB_F32 + i), &random);
+    if (!check_wants_format(run, name)) continue;
+    if (plain) {
+      check_plain(run, format.dtype, &random);
     } else {
-      check_affine(run, widths[i - PLAIN_FORMATS], &random);
+      check_affine(run, format.bits, &random);
     }
   }
   check_step(run, "quantize", PLAIN_FORMATS + WIDTHS, PLAIN_FORMATS + WIDTHS);

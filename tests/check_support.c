@@ -28,6 +28,16 @@ static bool operation_asked(const check_run *run, const char *operation) {
   return strcmp(asked, "quantize") == 0 && strcmp(operation, "dequantize") == 0;
 }
 
+bool check_wants_format(const check_run *run, const char *format) {
+  return run->options.format == NULL || strcmp(run->options.format, format) == 0;
+}
+
+/* The softmax serves every format. */
+static bool format_asked(const check_run *run, const nyb_kernel *kernel) {
+  return check_wants_format(run, kernel->format) || kernel->format[0] == '\0' ||
+         strcmp(kernel->operation, "attention_softmax") == 0;
+}
+
 static void skip(check_tally *tally, const char *reason) {
   tally->skipped = 1;
   tally->skip_reason = reason;
@@ -56,6 +66,8 @@ static bool make_tallies(check_run *run) {
     const nyb_isa isa = run->options.isa;
     if (!operation_asked(run, tally->kernel.operation)) {
       skip(tally, "another operation was asked for");
+    } else if (!format_asked(run, &tally->kernel)) {
+      skip(tally, "another format was asked for");
     } else if (!tally->kernel.runs_here) {
       skip(tally, tally->kernel.reason[0] != '\0' ? tally->kernel.reason : "not in this build");
     } else if (isa != NYB_ISA_AUTO && isa != tally->kernel.isa) {

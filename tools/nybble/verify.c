@@ -18,13 +18,22 @@ typedef struct arguments {
 
 /* ---- Options ------------------------------------------------------------------------------ */
 
-enum { OPTION_QUICK = 256, OPTION_ISA, OPTION_BACKEND, OPTION_OPERATION, OPTION_JSON };
+enum {
+  OPTION_QUICK = 256,
+  OPTION_ISA,
+  OPTION_BACKEND,
+  OPTION_OPERATION,
+  OPTION_FORMAT,
+  OPTION_JSON
+};
 
 static const struct argp_option option_list[] = {
     {"quick", OPTION_QUICK, NULL, 0, "A subset that takes seconds", 0},
     {"isa", OPTION_ISA, "NAME", 0, "Only kernels of scalar, avx2, avx512 or neon", 0},
     {"backend", OPTION_BACKEND, "NAME", 0, "Only kernels of this backend: cpu", 0},
     {"operation", OPTION_OPERATION, "NAME", 0, "Only quantize, geglu or attention", 0},
+    {"format", OPTION_FORMAT, "NAME", 0, "Only one stored format, as the report names it: affine4",
+     0},
     {"json", OPTION_JSON, NULL, 0, "Print the report as JSON", 0},
     {0},
 };
@@ -33,6 +42,14 @@ static nyb_isa isa_by_name(const char *name) {
   nyb_isa isa = NYB_ISA_NEON;
   while (isa > NYB_ISA_AUTO && strcmp(nyb_isa_name(isa), name) != 0) isa--;
   return isa;
+}
+
+static bool is_format(const char *name) {
+  for (int64_t i = 0; i < nyb_kernel_count(); i++) {
+    nyb_kernel kernel = NYB_KERNEL_INIT;
+    if (nyb_kernel_at(NULL, i, &kernel) == NYB_OK && strcmp(kernel.format, name) == 0) return true;
+  }
+  return false;
 }
 
 static error_t parse_option(int key, char *value, struct argp_state *state) {
@@ -57,6 +74,10 @@ static error_t parse_option(int key, char *value, struct argp_state *state) {
       if (args->options.operation == NULL) {
         argp_error(state, "--operation %s: it must be quantize, geglu or attention", value);
       }
+      break;
+    case OPTION_FORMAT:
+      if (!is_format(value)) argp_error(state, "--format %s: no kernel has it", value);
+      args->options.format = value;
       break;
     case ARGP_KEY_ARG: argp_error(state, "%s: verify takes no argument", value); break;
     default: return ARGP_ERR_UNKNOWN;

@@ -1,0 +1,466 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The checks of the checks: a library that lies in one small way must be caught. Each liar calls
+ * the real library and then spoils what it left behind, or asks it for something else. */
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "check.h"
+#include "oracle.h"
+
+static check_run *run_with(const check_library *library, const char *operation,
+                           const char *format) {
+  const check_options options = {.quick = true,
+                                 .isa = NYB_ISA_SCALAR,
+                                 .operation = operation,
+                                 .format = format,
+                                 .library = library};
+  check_run *run = check_all(&options);
+  assert_non_null(run);
+  return run;
+}
+
+/* Some check fails, and what it says contains `words`. */
+static void assert_caught(const check_library *library, const char *operation, const char *format,
+                          const char *words) {
+  check_run *run = run_with(library, operation, format);
+  bool said = false;
+  for (int64_t i = 0; i < run->failures_kept; i++) {
+    said = said || strstr(run->failures[i], words) != NULL;
+  }
+  if (!said) {
+    print_error("no failure with the words \"%s\" among %lld; the first: %s\n", words,
+                (long long)run->failed, run->failures_kept > 0 ? run->failures[0] : "none");
+  }
+  const int64_t failed = run->failed;
+  check_free(run);
+  assert_true(failed > 0);
+  assert_true(said);
+}
+
+static void assert_honest(const char *operation, const char *format) {
+  check_run *run = run_with(&check_nybble, operation, format);
+  if (run->failures_kept > 0) print_error("%s\n", run->failures[0]);
+  const int64_t passed = run->passed, failed = run->failed;
+  check_free(run);
+  assert_true(passed > 0);
+  assert_int_equal(failed, 0);
+}
+
+/* A context of the liar's own, so that the calls of the check's context stay as they are. */
+static nyb_context *other_context(void) {
+  static nyb_context *context;
+  const nyb_context_options options = {
+      .struct_size = sizeof options, .isa = NYB_ISA_SCALAR, .threads = 2};
+  if (context == NULL) assert_int_equal(nyb_context_create(&options, &context), NYB_OK);
+  return context;
+}
+
+/* ---- Quantize ----------------------------------------------------------------------------- */
+
+static nyb_status flip_code(nyb_context *context, const nyb_quantize *q, nyb_stream stream) {
+  const nyb_status status = nyb_quantize_run(context, q, stream);
+  if (status == NYB_OK) ((uint8_t *)q->output.codes)[0] ^= 1;
+  return status;
+}
+
+static nyb_status flip_scale(nyb_context *context, const nyb_quantize *q, nyb_stream stream) {
+  const nyb_status status = nyb_quantize_run(context, q, stream);
+  if (status == NYB_OK) ((uint8_t *)q->output.scales)[0] ^= 1;
+  return status;
+}
+
+static nyb_status write_after_codes(nyb_context *context, const nyb_quantize *q,
+                                    nyb_stream stream) {
+  const nyb_status status = nyb_quantize_run(context, q, stream);
+  const int64_t rows = q->batch * q->heads * q->tokens, words = q->dim * q->output.format.bits / 32;
+  /* A gap after each row or, without one, the guard band. */
+  if (status == NYB_OK && q->output.codes_stride[2] % words == 0) {
+    ((uint8_t *)q->output.codes)[rows * words * 4] = 0;
+  }
+  return status;
+}
+
+static nyb_status write_input(nyb_context *context, const nyb_quantize *q, nyb_stream stream) {
+  const nyb_status status = nyb_quantize_run(context, q, stream);
+  ((uint8_t *)(uintptr_t)q->input.data)[0] ^= 0x10;
+  return status;
+}
+
+static nyb_status other_rule(nyb_context *context, const nyb_quantize *q, nyb_stream stream) {
+  nyb_quantize other = *q;
+  other.rule = q->rule == NYB_RULE_MLX_CPU ? NYB_RULE_MLX_GPU : NYB_RULE_MLX_CPU;
+  return nyb_quantize_run(context, &other, stream);
+}
+
+static nyb_status leave_last_token(nyb_context *context, const nyb_quantize *q, nyb_stream stream) {
+  nyb_quantize shorter = *q;
+  shorter.tokens--;
+  return nyb_quantize_run(context, &shorter, stream);
+}
+
+static nyb_status swallow_non_finite(nyb_context *context, const nyb_quantize *q,
+                                     nyb_stream stream) {
+  const nyb_status status = nyb_quantize_run(context, q, stream);
+  return status == NYB_ERROR_NON_FINITE ? NYB_OK : status;
+}
+
+static nyb_status quantize_elsewhere(nyb_context *context, const nyb_quantize *q,
+                                     nyb_stream stream) {
+  (void)context;
+  return nyb_quantize_run(other_context(), q, stream);
+}
+
+static nyb_status dequantize_flipped(nyb_context *context, const nyb_dequantize *d,
+                                     nyb_stream stream) {
+  const nyb_status status = nyb_dequantize_run(context, d, stream);
+  if (status == NYB_OK) ((uint8_t *)d->output.data)[0] ^= 1;
+  return status;
+}
+
+static nyb_status dequantize_nothing(nyb_context *context, const nyb_dequantize *d,
+                                     nyb_stream stream) {
+  (void)context, (void)d, (void)stream;
+  return NYB_OK;
+}
+
+static void test_quantize_liars(void **state) {
+  (void)state;
+  static const struct {
+    nyb_status (*quantize)(nyb_context *context, const nyb_quantize *q, nyb_stream stream);
+    const char *words;
+  } liars[] = {
+      {flip_code, "codes, row 0 byte 0"},
+      {flip_scale, "scales, row 0 byte 0"},
+      {write_after_codes, "outside the buffer"},
+      {write_input, "floats, row 0"},
+      {other_rule, "codes"},
+      {leave_last_token, "want"},
+      {swallow_non_finite, "want NYB_ERROR_NON_FINITE"},
+      {quantize_elsewhere, "another kernel ran"},
+  };
+  assert_honest("quantize", "affine4");
+  for (size_t i = 0; i < sizeof liars / sizeof liars[0]; i++) {
+    check_library library = check_nybble;
+    library.quantize = liars[i].quantize;
+    assert_caught(&library, "quantize", "affine4", liars[i].words);
+  }
+  check_library library = check_nybble;
+  library.dequantize = dequantize_flipped;
+  assert_caught(&library, "quantize", "affine4", "floats, row 0 byte 0");
+  library.dequantize = dequantize_nothing;
+  assert_caught(&library, "quantize", "affine4", "got 0xff");
+}
+
+/* ---- GeGLU -------------------------------------------------------------------------------- */
+
+static nyb_status geglu_last_bit(nyb_context *context, const nyb_geglu *g, nyb_stream stream) {
+  const nyb_status status = nyb_geglu_run(context, g, stream);
+  if (status == NYB_OK && g->rows * g->columns > 0) ((uint8_t *)g->out)[0] ^= 1;
+  return status;
+}
+
+static nyb_status geglu_nan(nyb_context *context, const nyb_geglu *g, nyb_stream stream) {
+  const nyb_status status = nyb_geglu_run(context, g, stream);
+  if (g->rows * g->columns > 0) oracle_store(g->out, g->dtype, g->columns - 1, NAN);
+  return status;
+}
+
+static nyb_status geglu_past_the_end(nyb_context *context, const nyb_geglu *g, nyb_stream stream) {
+  const nyb_status status = nyb_geglu_run(context, g, stream);
+  oracle_store(g->out, g->dtype, -1, 0);
+  return status;
+}
+
+/* The gelu of erf instead of tanh: off by less than 5e-4. */
+static nyb_status geglu_of_erf(nyb_context *context, const nyb_geglu *g, nyb_stream stream) {
+  const nyb_status status = nyb_geglu_run(context, g, stream);
+  for (int64_t i = 0; i < g->columns && g->rows == 1; i++) {
+    const double gate = oracle_load(g->gate, g->dtype, i), up = oracle_load(g->up, g->dtype, i);
+    oracle_store(g->out, g->dtype, i, 0.5 * gate * erfc(-gate * sqrt(0.5)) * up);
+  }
+  return status;
+}
+
+static nyb_status geglu_elsewhere(nyb_context *context, const nyb_geglu *g, nyb_stream stream) {
+  (void)context;
+  return nyb_geglu_run(other_context(), g, stream);
+}
+
+static nyb_status geglu_other_path(nyb_context *context, const nyb_geglu *g, nyb_stream stream) {
+  nyb_geglu other = *g;
+  other.path = g->path == NYB_PATH_COMPAT ? NYB_PATH_FUSED : NYB_PATH_COMPAT;
+  return nyb_geglu_run(context, &other, stream);
+}
+
+static void test_geglu_liars(void **state) {
+  (void)state;
+  static const struct {
+    nyb_status (*geglu)(nyb_context *context, const nyb_geglu *g, nyb_stream stream);
+    const char *words;
+  } liars[] = {
+      {geglu_last_bit, "row 0 column 0: got"}, {geglu_nan, "got nan"},
+      {geglu_past_the_end, "is no output"},    {geglu_of_erf, "known values"},
+      {geglu_elsewhere, "another kernel ran"}, {geglu_other_path, "another kernel ran"},
+  };
+  assert_honest("geglu", "plain_bf16");
+  assert_honest("geglu", "plain_f32");
+  for (size_t i = 0; i < sizeof liars / sizeof liars[0]; i++) {
+    check_library library = check_nybble;
+    library.geglu = liars[i].geglu;
+    assert_caught(&library, "geglu", "plain_bf16", liars[i].words);
+  }
+  check_library library = check_nybble;
+  library.geglu = geglu_nan;
+  assert_caught(&library, "geglu", "plain_f32", "got nan");
+  library.geglu = geglu_of_erf;
+  assert_caught(&library, "geglu", "plain_f32", "known values");
+}
+
+/* ---- Attention ---------------------------------------------------------------------------- */
+
+#define LIAR_ARGUMENTS                                                                   \
+  nyb_context *context, const nyb_attention *a, void *workspace, size_t workspace_bytes, \
+      nyb_stream stream
+#define TRUTH(attention) nyb_attention_run(context, attention, workspace, workspace_bytes, stream)
+
+/* Runs with one bit of a stored byte other than it is. */
+static nyb_status with_flipped_byte(LIAR_ARGUMENTS, const void *data, int bit) {
+  uint8_t *byte = (uint8_t *)(uintptr_t)data;
+  *byte ^= (uint8_t)(1 << bit);
+  const nyb_status status = TRUTH(a);
+  *byte ^= (uint8_t)(1 << bit);
+  return status;
+}
+
+static nyb_status flip_key_code(LIAR_ARGUMENTS) {
+  return with_flipped_byte(context, a, workspace, workspace_bytes, stream, a->k.codes, 0);
+}
+
+static nyb_status flip_value_code(LIAR_ARGUMENTS) {
+  return with_flipped_byte(context, a, workspace, workspace_bytes, stream, a->v.codes, 0);
+}
+
+/* The upper byte of a bf16 scale or of half of an f32 one. */
+static nyb_status wrong_value_scale(LIAR_ARGUMENTS) {
+  return with_flipped_byte(context, a, workspace, workspace_bytes, stream,
+                           (const uint8_t *)a->v.scales + 1, 0);
+}
+
+static nyb_status forget_key_scale(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.k.scales = a->k.biases;
+  return TRUTH(&other);
+}
+
+static nyb_status wrong_scale(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.scale *= 1.001f;
+  return TRUTH(&other);
+}
+
+static nyb_status other_rounding(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.rounding = a->rounding == NYB_ROUNDING_MLX ? NYB_ROUNDING_EXACT : NYB_ROUNDING_MLX;
+  return TRUTH(&other);
+}
+
+static nyb_status ignore_mask(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.mask = NYB_MASK_NONE;
+  return TRUTH(&other);
+}
+
+static nyb_status with_length(LIAR_ARGUMENTS, int32_t more) {
+  int32_t lengths[64];
+  nyb_attention other = *a;
+  for (int64_t b = 0; b < a->batch; b++) {
+    lengths[b] = a->lengths[b] + more;
+    if (lengths[b] < 0 || lengths[b] > a->capacity_tokens) lengths[b] = a->lengths[b];
+  }
+  other.lengths = lengths;
+  return TRUTH(&other);
+}
+
+static nyb_status drop_last_token(LIAR_ARGUMENTS) {
+  return with_length(context, a, workspace, workspace_bytes, stream, -1);
+}
+
+static nyb_status read_past_length(LIAR_ARGUMENTS) {
+  return with_length(context, a, workspace, workspace_bytes, stream, 1);
+}
+
+static nyb_status spoil(LIAR_ARGUMENTS, int64_t element, double value) {
+  const nyb_status status = TRUTH(a);
+  oracle_store(a->out.data, a->out.dtype, element, value);
+  return status;
+}
+
+static nyb_status nan_in_out(LIAR_ARGUMENTS) {
+  return spoil(context, a, workspace, workspace_bytes, stream, a->value_dim - 1, NAN);
+}
+
+static nyb_status zero_in_out(LIAR_ARGUMENTS) {
+  return spoil(context, a, workspace, workspace_bytes, stream, a->value_dim - 1, 0);
+}
+
+static nyb_status write_before_out(LIAR_ARGUMENTS) {
+  return spoil(context, a, workspace, workspace_bytes, stream, -1, 0);
+}
+
+static nyb_status write_past_workspace(LIAR_ARGUMENTS) {
+  const nyb_status status = TRUTH(a);
+  ((uint8_t *)workspace)[workspace_bytes] = 0;
+  return status;
+}
+
+static nyb_status wrong_lse(LIAR_ARGUMENTS) {
+  const nyb_status status = TRUTH(a);
+  if (a->lse.data != NULL) *(float *)a->lse.data += 0.01f;
+  return status;
+}
+
+static nyb_status no_lse(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.lse.data = NULL;
+  return TRUTH(&other);
+}
+
+static nyb_status first_head_for_all(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.k.codes_stride[1] = other.k.scales_stride[1] = other.k.biases_stride[1] = 0;
+  return TRUTH(&other);
+}
+
+static nyb_status attend_elsewhere(LIAR_ARGUMENTS) {
+  (void)context;
+  return nyb_attention_run(other_context(), a, workspace, workspace_bytes, stream);
+}
+
+static void flip_last_bit(const nyb_attention *a) { ((uint8_t *)a->out.data)[0] ^= 1; }
+
+static nyb_status differ_on_seven_threads(LIAR_ARGUMENTS) {
+  const nyb_status status = TRUTH(a);
+  if (nyb_context_threads(context) == 7 && a->out.dtype == NYB_F32) flip_last_bit(a);
+  return status;
+}
+
+static nyb_status differ_now_and_then(LIAR_ARGUMENTS) {
+  static int64_t calls;
+  const nyb_status status = TRUTH(a);
+  if (++calls % 17 == 0 && a->out.dtype == NYB_F32) flip_last_bit(a);
+  return status;
+}
+
+static nyb_status differ_alone(LIAR_ARGUMENTS) {
+  const nyb_status status = TRUTH(a);
+  if (a->query_heads == 1 && a->out.dtype == NYB_F32) flip_last_bit(a);
+  return status;
+}
+
+static nyb_status differ_with_rows(LIAR_ARGUMENTS) {
+  const nyb_status status = TRUTH(a);
+  if (a->query_len >= 9 && a->query_len < 16 && a->out.dtype == NYB_F32) flip_last_bit(a);
+  return status;
+}
+
+static void test_attention_liars(void **state) {
+  (void)state;
+  static const struct {
+    nyb_status (*attention)(LIAR_ARGUMENTS);
+    const char *words;
+  } liars[] = {
+      {flip_key_code, "lse of batch 0 head 0"},
+      {flip_value_code, "out of batch 0 head 0"},
+      {wrong_value_scale, "out of batch 0 head 0"},
+      {forget_key_scale, "lse of"},
+      {wrong_scale, "lse of"},
+      {other_rounding, "MLX"},
+      {ignore_mask, "causal"},
+      {drop_last_token, "lse of"},
+      {read_past_length, "nan, want"},
+      {nan_in_out, "nan, want"},
+      {zero_in_out, "got 0, want"},
+      {write_before_out, "byte"},
+      {write_past_workspace, "workspace byte"},
+      {wrong_lse, "lse of"},
+      {no_lse, "nan, want"},
+      {first_head_for_all, "head 2"},
+      {attend_elsewhere, "another kernel ran"},
+  };
+  assert_honest("attention", "affine4");
+  for (size_t i = 0; i < sizeof liars / sizeof liars[0]; i++) {
+    check_library library = check_nybble;
+    library.attention = liars[i].attention;
+    assert_caught(&library, "attention", "affine4", liars[i].words);
+  }
+}
+
+static void test_attention_liars_of_bits(void **state) {
+  (void)state;
+  check_library library = check_nybble;
+  library.attention = differ_on_seven_threads;
+  assert_caught(&library, "attention", "plain_bf16", "bits differ on 7 threads");
+  library.attention = differ_now_and_then;
+  assert_caught(&library, "attention", "plain_bf16", "bits differ");
+  library.attention = differ_alone;
+  assert_caught(&library, "attention", "plain_bf16", "without its neighbours");
+  library.attention = differ_with_rows;
+  assert_caught(&library, "attention", "affine2", "depend on the number of rows");
+}
+
+/* ---- The comparison itself ---------------------------------------------------------------- */
+
+static void test_comparison(void **state) {
+  (void)state;
+  assert_true(oracle_within(NYB_F32, 1, 1, 0));
+  assert_false(oracle_within(NYB_F32, NAN, 1, 1e30));
+  assert_false(oracle_within(NYB_F32, NAN, INFINITY, 0));
+  assert_false(oracle_within(NYB_F32, 1 + 0x1p-23, 1, 0));
+  assert_false(oracle_within(NYB_F32, INFINITY, 1, 1));
+  assert_true(oracle_within(NYB_F32, -INFINITY, -INFINITY, 0));
+  assert_false(oracle_within(NYB_F32, 0, -INFINITY, 0));
+  /* 1.001 lies nearer to 1 than to bf16's next number, 1.0078125 */
+  assert_true(oracle_within(NYB_BF16, 1, 1.001, 0));
+  assert_false(oracle_within(NYB_BF16, 1.0078125, 1.001, 0));
+  assert_true(oracle_within(NYB_BF16, 1.0078125, 1.001, 0.004));
+}
+
+/* A kernel that no check reaches is a failure, not a pass. */
+static nyb_status refuse(LIAR_ARGUMENTS) {
+  (void)context, (void)a, (void)workspace, (void)workspace_bytes, (void)stream;
+  return NYB_ERROR_UNSUPPORTED;
+}
+
+static void test_refusal_is_failure(void **state) {
+  (void)state;
+  check_library library = check_nybble;
+  library.attention = refuse;
+  assert_caught(&library, "attention", "affine8", "got NYB_ERROR_UNSUPPORTED");
+  check_run *run = run_with(&library, "attention", "affine8");
+  const check_tally *values = check_find(run, "attention_values", "affine8", NYB_ISA_SCALAR);
+  assert_non_null(values);
+  assert_int_equal(values->passed, 0);
+  assert_int_equal(values->failed, 1);
+  check_free(run);
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_comparison),
+      cmocka_unit_test(test_quantize_liars),
+      cmocka_unit_test(test_geglu_liars),
+      cmocka_unit_test(test_attention_liars),
+      cmocka_unit_test(test_attention_liars_of_bits),
+      cmocka_unit_test(test_refusal_is_failure),
+  };
+  const int failed = cmocka_run_group_tests(tests, NULL, NULL);
+  nyb_context_destroy(other_context());
+  return failed;
+}
