@@ -39,7 +39,7 @@ static float random_spread(void) {
   return (random_uniform() + random_uniform() + random_uniform() + random_uniform() - 2) * 2;
 }
 
-enum { ELEMENT_KINDS = 14 };
+enum { ELEMENT_KINDS = 15 };
 
 /* Element i of a group of its kind; all are finite in every dtype. */
 static float element_of(uint32_t kind, int32_t i, float level) {
@@ -57,7 +57,12 @@ static float element_of(uint32_t kind, int32_t i, float level) {
     case 10: return i == 3 ? 300 * level : random_spread();
     case 11: return i % 2 != 0 ? 7.5f : -7.5f;
     case 12: return 1000 + random_spread();
-    default: return random_spread() * 1e-7f;
+    case 13: return random_spread() * 1e-7f;
+    default: { /* at or just below half of the least scale: quotients next to 1/2, of either sign */
+      const uint32_t below = level < 0 ? 1 : (uint32_t)i % 3;
+      const float half = nyb_f32_from_bits(nyb_bits_from_f32(0.5e-7f) - below);
+      return i % 2 != 0 ? half : -half;
+    }
   }
 }
 
