@@ -33,6 +33,7 @@ def nybble(*arguments: Any, **environment: str) -> subprocess.CompletedProcess[s
     clean = {name: value for name, value in os.environ.items() if not name.startswith("NYBBLE_")}
     return subprocess.run(
         [str(COMMAND), *map(str, arguments)],
+        check=False,
         env={**clean, **environment},
         capture_output=True,
         text=True,
@@ -196,9 +197,24 @@ def test_failed_operation(arguments: list[str], sentence: str) -> None:
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is a Linux device")
 def test_output_that_cannot_be_written_is_a_failure() -> None:
     with open("/dev/full", "w") as full:
-        run = subprocess.run([str(COMMAND), "info"], stdout=full, stderr=subprocess.PIPE, text=True)
+        run = subprocess.run(
+            [str(COMMAND), "info"], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+        )
     assert run.returncode == 1
     assert "could not be written" in run.stderr
+
+
+def test_progress_only_on_a_terminal() -> None:
+    pty = pytest.importorskip("pty", reason="no pseudo-terminals here")
+    ours, theirs = pty.openpty()
+    arguments = [str(COMMAND), "replay", str(TRACE), "--steps", "2", "--bits", "4"]
+    run = subprocess.run(arguments, stdout=subprocess.PIPE, stderr=theirs, timeout=600, check=False)
+    os.close(theirs)
+    shown = os.read(ours, 100_000).decode()
+    os.close(ours)
+    assert run.returncode == 0 and b"\x1b" not in run.stdout
+    assert "in double precision" in shown
+    assert shown.endswith("\r\x1b[K")  # the line is taken away at the end
 
 
 # ---- info ---------------------------------------------------------------------------------------
@@ -285,6 +301,11 @@ def test_replay_compares_the_paths_in_some_steps() -> None:
     report = good_json(*arguments)
     assert report["compared_steps"] == 3
     assert report["results"][0]["agreement"]["outputs"] == 3 * 9 * 64 * 3
+    # In f32 the two orders of summing show: the paths really are two.
+    report = good_json(*arguments, "--output-dtype", "f32")
+    agreement = report["results"][0]["agreement"]
+    assert agreement["bit_equal"] < agreement["outputs"]
+    assert 0 < agreement["max_abs"] < 1e-2
 
 
 def test_replay_of_one_cache() -> None:
@@ -667,7 +688,8 @@ def test_quantize_rules_differ(tmp_path: Path) -> None:
         good("quantize", source, tmp_path / rule, "--all", "--rule", rule)
         tensors, _ = read_file(tmp_path / rule)
         scales[rule] = abs(struct.unpack("<f", tensors["w.scales"][2])[0])
-    assert scales["mlx_cpu"] < 0.1 < 0.3 < scales["mlx_gpu"]
+    assert scales["mlx_cpu"] < 0.1
+    assert scales["mlx_gpu"] > 0.3
 
 
 @pytest.mark.parametrize(
@@ -708,7 +730,7 @@ def test_quantize_in_place(tmp_path: Path) -> None:
 
 def plot(*arguments: Any) -> subprocess.CompletedProcess[str]:
     script = [sys.executable, str(ROOT / "bench" / "plot.py"), *map(str, arguments)]
-    return subprocess.run(script, capture_output=True, text=True, timeout=300)
+    return subprocess.run(script, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_plot(tmp_path: Path, comparison: Any) -> None:

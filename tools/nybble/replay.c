@@ -184,8 +184,7 @@ int nyb_command_replay(int argc, char **argv) {
           "step and head. 'equal' is the share of outputs that are the same bits on the fused "
           "and on the compat path, 'apart' the largest difference between the two in units in "
           "the last place of its row's largest output, over some of the steps. Times are those of "
-          "attention alone, "
-          "medians over the steps.",
+          "attention alone, medians over the steps.",
   };
   arguments given = {.settings = {.group_size = 64,
                                   .prompt_tokens = -1,
