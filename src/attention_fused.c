@@ -100,22 +100,31 @@ static int64_t rows_per_unit(const nyb_attention_call *call) {
 }
 
 /* How many units may have their chunks' partial results in the workspace at once. */
-static int64_t split_units(const nyb_attention_call *call) {
+static int64_t unit_partial_bytes(const nyb_attention_call *call) {
   const nyb_attention *a = call->attention;
-  const int64_t threads = call->context->threads;
-  if (threads == 1 || a->capacity_tokens <= NYB_CHUNK_TOKENS) return 0;
-  const int64_t unit_bytes =
-      chunks_of(a->capacity_tokens) * row_state_bytes(a, rows_per_unit(call));
-  const int64_t fitting = MAX_PARTIAL_BYTES / unit_bytes;
-  const int64_t wanted = SPLIT_UNITS_PER_THREAD * threads;
+  return chunks_of(a->capacity_tokens) * row_state_bytes(a, rows_per_unit(call));
+}
+
+static bool may_split(const nyb_attention_call *call) {
+  return call->context->threads > 1 && call->attention->capacity_tokens > NYB_CHUNK_TOKENS;
+}
+
+static int64_t split_units(const nyb_attention_call *call) {
+  if (!may_split(call)) return 0;
+  const int64_t fitting = MAX_PARTIAL_BYTES / unit_partial_bytes(call);
+  const int64_t wanted = SPLIT_UNITS_PER_THREAD * call->context->threads;
   return fitting < wanted ? fitting : wanted;
 }
 
+/* Partials take the limit even where less than a whole unit of it is left over: a larger call must
+ * not need less. */
 int64_t nyb_attention_fused_workspace(const nyb_attention_call *call) {
-  const nyb_attention *a = call->attention;
-  return call->context->threads * worker_bytes(a) + split_units(call) *
-                                                        chunks_of(a->capacity_tokens) *
-                                                        row_state_bytes(a, rows_per_unit(call));
+  const int64_t workers_bytes = call->context->threads * worker_bytes(call->attention);
+  if (!may_split(call)) return workers_bytes;
+  const int64_t wanted = SPLIT_UNITS_PER_THREAD * call->context->threads;
+  const int64_t unit_bytes = unit_partial_bytes(call);
+  return workers_bytes +
+         (unit_bytes > MAX_PARTIAL_BYTES / wanted ? MAX_PARTIAL_BYTES : wanted * unit_bytes);
 }
 
 /* ---- One chunk of one unit ------------------------------------------------------------------ */
