@@ -131,9 +131,12 @@ static double row_element(row_class class, const nyb_format *format, bool last, 
 /* Classes that fix the codes, the scale or the bias of a group instead of its elements. */
 static bool raw_group(row_class class, const nyb_format *format, int64_t first,
                       check_random *random, oracle_group *group) {
+  if (class != ROWS_RAW && class != ROWS_ALL_ZERO_CODES && class != ROWS_ALL_MAX_CODES &&
+      class != ROWS_SEVENTHS) {
+    return false; /* and no random number taken, so that all formats get the same elements */
+  }
   const uint32_t largest = (1u << format->bits) - 1;
-  const double normal = check_random_normal(random);
-  group->scale = 2 * normal / largest;
+  group->scale = 2 * check_random_normal(random) / largest;
   group->bias = class == ROWS_SEVENTHS ? 0 : check_random_normal(random);
   if (class == ROWS_SEVENTHS) group->scale = 1;
   for (int64_t i = 0; i < format->group_size; i++) {
@@ -141,8 +144,7 @@ static bool raw_group(row_class class, const nyb_format *format, int64_t first,
       case ROWS_RAW: group->codes[i] = (uint8_t)(check_random_bits(random) & largest); break;
       case ROWS_ALL_ZERO_CODES: group->codes[i] = 0; break;
       case ROWS_ALL_MAX_CODES: group->codes[i] = (uint8_t)largest; break;
-      case ROWS_SEVENTHS: group->codes[i] = (uint8_t)(7 * (first + i) & largest); break;
-      default: return false;
+      default: group->codes[i] = (uint8_t)(7 * (first + i) & largest); break;
     }
   }
   return true;
