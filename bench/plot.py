@@ -36,6 +36,7 @@ COLOURS = {
     "2-bit": "#b8860b",
 }
 OTHER_COLOUR = "#808080"
+MARKERS = "os^Dv"  # one for each setting other than the width
 PANEL_INCHES = (5.4, 4.4)
 MAX_COLUMNS = 3
 
@@ -111,6 +112,8 @@ def varying(panel: BenchPanel) -> list[str]:
 
 
 def setting(name: str, value: Any) -> str:
+    if name == "threads" and value == 1:
+        return "1 thread"
     units = {"threads": "{} threads", "query_len": "query length {}", "group_size": "groups of {}"}
     return units.get(name, "{}").format(value)
 
@@ -166,6 +169,7 @@ def draw_benchmark(axes: Axes, panel: BenchPanel, machine: str) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
     apart = varying(panel)
+    settings = list(dict.fromkeys(series.other for series in panel.series.values()))
     has_cold = any(series.temperature == "cold" for series in panel.series.values())
     ends = []
     all_tokens: set[int] = set()
@@ -181,7 +185,7 @@ def draw_benchmark(axes: Axes, panel: BenchPanel, machine: str) -> None:
             color=colour,
             lw=1.8 if leads else 1.0,
             ls="-" if leads else (0, (4, 2)),
-            marker="o" if leads else None,
+            marker=MARKERS[settings.index(series.other) % len(MARKERS)] if leads else None,
             ms=4,
             alpha=1 if leads else 0.7,
             zorder=3 if leads else 2,
