@@ -239,9 +239,13 @@ static int views_of_stored(const nyb_stored *stored, int64_t dim, const int64_t 
 
 /* ---- Before and after a call ----------------------------------------------------------------- */
 
-static void fill_arena(void) {
+/* Sometimes with a few NaN in it. */
+static void fill_arena(byte_source *source) {
   memcpy(arena, pristine, ARENA_BYTES);
-  memcpy(expected, pristine, ARENA_BYTES);
+  if (take_byte(source) > 200) {
+    memset(arena + take_bits(source, 3) % (ARENA_BYTES / 64) * 64, 0xff, 64);
+  }
+  memcpy(expected, arena, ARENA_BYTES);
 }
 
 /* What the call wrote to an output, it was allowed to write. */
@@ -633,7 +637,8 @@ static void fuzz_append(byte_source *source, model_cache *model) {
 }
 
 static void fuzz_trim(byte_source *source, model_cache *model) {
-  const int64_t sequence = take_size(source, 1) - 2; /* often NYB_ALL_SEQUENCES */
+  /* Often NYB_ALL_SEQUENCES. */
+  const int64_t sequence = (int64_t)((uint64_t)take_size(source, 1) - 2);
   const int64_t tokens = take_size(source, 3);
   const bool good = tokens >= 0 && sequence >= NYB_ALL_SEQUENCES && sequence < model->options.batch;
   int64_t trimmed = -7, most = 0;
@@ -693,8 +698,8 @@ static void fuzz_cache(byte_source *source, nyb_context *context) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *input, size_t input_bytes) {
   if (arena == NULL) set_up();
-  fill_arena();
   byte_source source = {input, input + input_bytes};
+  fill_arena(&source);
   const uint8_t choice = take_byte(&source);
   nyb_context *context = contexts[choice & 1];
   switch (choice >> 1 & 7) {
