@@ -8,7 +8,7 @@
 enum {
   LANES = 16,            /* 16-bit elements of a vector */
   LINE = 2 * LANES,      /* of a cache line */
-  PREFETCH_BYTES = 1024, /* ahead: gathers fill the reorder buffer before loads come that far */
+  PREFETCH_BYTES = 2048, /* ahead: gathers fill the reorder buffer before loads come that far */
 };
 
 static inline __m256i high_halves(void) { return _mm256_set1_epi32((int)0xffff0000u); }

@@ -7,7 +7,7 @@
 
 enum {
   LANES = 32,            /* 16-bit elements of a vector, which is a cache line */
-  PREFETCH_BYTES = 1024, /* ahead: gathers fill the reorder buffer before loads come that far */
+  PREFETCH_BYTES = 2048, /* ahead: gathers fill the reorder buffer before loads come that far */
 };
 
 static inline __m512i high_halves(void) { return _mm512_set1_epi32((int)0xffff0000u); }
