@@ -28,12 +28,6 @@ static inline __m256i gather_lower(const nyb_gelu_table *table, __m256i index) {
   return _mm256_i32gather_epi32((const void *)table->of_gate, index, 2);
 }
 
-static inline __m256i settle_nan(__m256i y, int infinity, int nan) {
-  const __m256i magnitude = _mm256_and_si256(y, _mm256_set1_epi16(0x7fff));
-  const __m256i is_nan = _mm256_cmpgt_epi16(magnitude, _mm256_set1_epi16((short)infinity));
-  return _mm256_blendv_epi8(y, _mm256_set1_epi16((short)nan), is_nan);
-}
-
 /* Adds what makes cutting off the lower half round to nearest even. A NaN stays one: its payload,
  * handed on from a bf16, has only zeros there. */
 static inline __m256i round_upper(__m256 value) {
@@ -51,8 +45,7 @@ static inline __m256i geglu_bf16(__m256i gate, __m256i up) {
   const __m256 up_odd = _mm256_castsi256_ps(_mm256_and_si256(up, high_halves()));
   const __m256i even = round_upper(_mm256_mul_ps(_mm256_castsi256_ps(g_even), up_even));
   const __m256i odd = round_upper(_mm256_mul_ps(_mm256_castsi256_ps(g_odd), up_odd));
-  const __m256i y = _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
-  return settle_nan(y, 0x7f80, NYB_GEGLU_NAN_BF16);
+  return _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
 }
 
 static inline __m128i product_f16(__m128i g, __m128i up) {
@@ -66,63 +59,92 @@ static inline __m256i geglu_f16(__m256i gate, __m256i up) {
   const __m256i g = _mm256_blend_epi16(even, odd, 0xaa);
   const __m128i low = product_f16(_mm256_castsi256_si128(g), _mm256_castsi256_si128(up));
   const __m128i high = product_f16(_mm256_extracti128_si256(g, 1), _mm256_extracti128_si256(up, 1));
-  return settle_nan(_mm256_set_m128i(high, low), 0x7c00, NYB_GEGLU_NAN_F16);
+  return _mm256_set_m128i(high, low);
 }
 
-typedef __m256i (*vector_fn)(__m256i gate, __m256i up);
+static inline __m256i geglu(nyb_dtype dtype, __m256i gate, __m256i up) {
+  return dtype == NYB_F16 ? geglu_f16(gate, up) : geglu_bf16(gate, up);
+}
 
 static inline __m256i load(const uint16_t *data) { return _mm256_loadu_si256((const void *)data); }
+static inline void store(uint16_t *data, __m256i v) { _mm256_storeu_si256((void *)data, v); }
 
-/* Fewer than LANES elements, through a vector's worth of memory of our own. */
-static inline void partial(const uint16_t *gate, const uint16_t *up, uint16_t *out, int64_t count,
-                           vector_fn vector) {
-  uint16_t own_gate[LANES] = {0}, own_up[LANES] = {0}, own_out[LANES];
-  const size_t bytes = (size_t)count * sizeof *out;
-  memcpy(own_gate, gate, bytes);
-  memcpy(own_up, up, bytes);
-  _mm256_storeu_si256((void *)own_out, vector(load(own_gate), load(own_up)));
-  memcpy(out, own_out, bytes);
+/* NaNs come out of geglu() as they are. Settling each where it arises takes a tenth of the time:
+ * the loops only keep the largest magnitudes, and in the rare case the result is gone over once
+ * more. */
+static inline __m256i larger_magnitude(__m256i largest, __m256i y) {
+  return _mm256_max_epi16(largest, _mm256_and_si256(y, _mm256_set1_epi16(0x7fff)));
 }
 
-__attribute__((always_inline)) static inline int64_t whole_vectors(const uint16_t *gate,
-                                                                   const uint16_t *up,
-                                                                   uint16_t *out, int64_t done,
-                                                                   int64_t count,
-                                                                   vector_fn vector) {
-  for (; done + LANES <= count; done += LANES) {
-    _mm256_storeu_si256((void *)(out + done), vector(load(gate + done), load(up + done)));
+/* Elements from begin to end, and last those that are less than a vector: through memory of our
+ * own. Returns the largest magnitudes, lane by lane, of these results and of `largest`. */
+__attribute__((always_inline)) static inline __m256i some(const uint16_t *gate, const uint16_t *up,
+                                                          uint16_t *out, int64_t begin, int64_t end,
+                                                          __m256i largest, nyb_dtype dtype) {
+  for (; begin + LANES <= end; begin += LANES) {
+    const __m256i y = geglu(dtype, load(gate + begin), load(up + begin));
+    largest = larger_magnitude(largest, y);
+    store(out + begin, y);
   }
-  return done;
+  if (begin == end) return largest;
+  uint16_t own_gate[LANES] = {0}, own_up[LANES] = {0}, own_out[LANES];
+  const size_t bytes = (size_t)(end - begin) * sizeof *out;
+  memcpy(own_gate, gate + begin, bytes);
+  memcpy(own_up, up + begin, bytes);
+  const __m256i y = geglu(dtype, load(own_gate), load(own_up));
+  store(own_out, y);
+  memcpy(out + begin, own_out, bytes);
+  return larger_magnitude(largest, y);
 }
 
-/* Inlined with each vector function and each constant streaming. */
+static void settle_nans(uint16_t *out, int64_t count, __m256i largest, nyb_dtype dtype) {
+  const uint16_t infinity = dtype == NYB_F16 ? 0x7c00 : 0x7f80;
+  const uint16_t nan = dtype == NYB_F16 ? NYB_GEGLU_NAN_F16 : NYB_GEGLU_NAN_BF16;
+  const __m256i is_nan = _mm256_cmpgt_epi16(largest, _mm256_set1_epi16((short)infinity));
+  if (_mm256_movemask_epi8(is_nan) == 0) return;
+  for (int64_t i = 0; i < count; i++) {
+    if ((out[i] & 0x7fff) > infinity) out[i] = nan;
+  }
+}
+
+/* Inlined with each dtype and each constant streaming. */
 __attribute__((always_inline)) static inline void loop(const uint16_t *gate, const uint16_t *up,
                                                        uint16_t *out, int64_t count, bool streaming,
-                                                       vector_fn vector) {
+                                                       nyb_dtype dtype) {
+  __m256i largest = _mm256_setzero_si256();
   int64_t done = 0;
   if (streaming) { /* stores past the caches want whole lines */
     const int64_t to_line = (int64_t)((0 - (uintptr_t)out) % 64 / sizeof *out);
-    const int64_t head = to_line < count ? to_line : count;
-    done = whole_vectors(gate, up, out, 0, head, vector);
-    partial(gate + done, up + done, out + done, head - done, vector);
-    done = head;
+    done = to_line < count ? to_line : count;
+    largest = some(gate, up, out, 0, done, largest, dtype);
   }
   for (; done + LINE <= count; done += LINE) {
     _mm_prefetch((const char *)(gate + done) + PREFETCH_BYTES, _MM_HINT_T0);
     _mm_prefetch((const char *)(up + done) + PREFETCH_BYTES, _MM_HINT_T0);
-    const __m256i low = vector(load(gate + done), load(up + done));
-    const __m256i high = vector(load(gate + done + LANES), load(up + done + LANES));
+    const __m256i low = geglu(dtype, load(gate + done), load(up + done));
+    const __m256i high = geglu(dtype, load(gate + done + LANES), load(up + done + LANES));
+    largest = larger_magnitude(larger_magnitude(largest, low), high);
     if (streaming) {
       _mm256_stream_si256((void *)(out + done), low);
       _mm256_stream_si256((void *)(out + done + LANES), high);
     } else {
-      _mm256_storeu_si256((void *)(out + done), low);
-      _mm256_storeu_si256((void *)(out + done + LANES), high);
+      store(out + done, low);
+      store(out + done + LANES, high);
     }
   }
-  done = whole_vectors(gate, up, out, done, count, vector);
-  if (done < count) partial(gate + done, up + done, out + done, count - done, vector);
+  largest = some(gate, up, out, done, count, largest, dtype);
+  settle_nans(out, count, largest, dtype);
   if (streaming) _mm_sfence();
+}
+
+__attribute__((always_inline)) static inline void run(const void *gate, const void *up, void *out,
+                                                      int64_t count, bool streaming,
+                                                      nyb_dtype dtype) {
+  if (streaming) {
+    loop(gate, up, out, count, true, dtype);
+  } else {
+    loop(gate, up, out, count, false, dtype);
+  }
 }
 
 NYB_GEGLU_KERNEL(plain_f32, avx2) {
@@ -130,18 +152,6 @@ NYB_GEGLU_KERNEL(plain_f32, avx2) {
   nyb_geglu_f32_loop(gate, up, out, count);
 }
 
-NYB_GEGLU_KERNEL(plain_f16, avx2) {
-  if (streaming) {
-    loop(gate, up, out, count, true, geglu_f16);
-  } else {
-    loop(gate, up, out, count, false, geglu_f16);
-  }
-}
+NYB_GEGLU_KERNEL(plain_f16, avx2) { run(gate, up, out, count, streaming, NYB_F16); }
 
-NYB_GEGLU_KERNEL(plain_bf16, avx2) {
-  if (streaming) {
-    loop(gate, up, out, count, true, geglu_bf16);
-  } else {
-    loop(gate, up, out, count, false, geglu_bf16);
-  }
-}
+NYB_GEGLU_KERNEL(plain_bf16, avx2) { run(gate, up, out, count, streaming, NYB_BF16); }
