@@ -18,8 +18,27 @@
 #define NYB_JOIN_(a, b) nyb_##a##_##b
 #define NYB_JOIN(a, b) NYB_JOIN_(a, b)
 #define KERNEL(name) NYB_JOIN(name, NYB_ISA_SUFFIX)
+
+/* Widths, row counts and fields are constants once a function is inlined, and loops over registers
+ * are unrolled. With a sanitizer's checks in each copy that would take minutes to compile, so such
+ * a build gets one copy of each function instead. */
+#if defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define NYB_SANITIZED
+#endif
+#elif defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define NYB_SANITIZED
+#endif
+#if defined(NYB_SANITIZED)
+#define ALWAYS_INLINE static __attribute__((noinline, unused))
+#define UNROLL
+#define UNROLL_BY(count)
+#else
 #define ALWAYS_INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
+#define UNROLL_BY(count) UNROLL_BY_(GCC unroll count)
+#define UNROLL_BY_(text) _Pragma(#text)
+#endif
 
 enum {
   PAIR_STRIDE = NYB_TILE_TOKENS, /* one pair of elements, all tokens of the tile */

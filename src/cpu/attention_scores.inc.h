@@ -162,7 +162,7 @@ ALWAYS_INLINE void dot_block(int rows, int vectors, const int32_t *const *q, con
     UNROLL
     for (int v = 0; v < vectors; v++) sums[r][v] = vi_zero();
   }
-  _Pragma("GCC unroll 2") for (int64_t pair = 0; pair < pair_count; pair++) {
+  UNROLL_BY(2) for (int64_t pair = 0; pair < pair_count; pair++) {
     vi k[DOT_VECTORS];
     UNROLL
     for (int v = 0; v < vectors; v++) k[v] = vi_load(pairs + pair * PAIR_STRIDE + v * VECTOR_LANES);
@@ -185,7 +185,7 @@ typedef struct group_of_keys {
 ALWAYS_INLINE void score_block(const nyb_score_tile *tile, const group_of_keys *keys, int rows,
                                int vectors, int64_t first_row, int64_t token) {
   prepared_row q[DOT_ROWS];
-  const int32_t *terms[DOT_ROWS];
+  const int32_t *terms[DOT_ROWS] = {NULL};
   vi sums[DOT_ROWS][DOT_VECTORS];
   vf dots[DOT_ROWS][DOT_VECTORS];
   UNROLL

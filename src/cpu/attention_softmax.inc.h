@@ -45,7 +45,7 @@ ALWAYS_INLINE bool softmax_whole_row(const nyb_softmax_tile *tile, int64_t row,
                                      nyb_dtype round_to) {
   float *scores = tile->scores + row * NYB_TILE_TOKENS;
   vf largest = vf_set1(-INFINITY);
-  _Pragma("GCC unroll 8") for (int t = 0; t < NYB_TILE_TOKENS; t += VECTOR_LANES) {
+  UNROLL_BY(8) for (int t = 0; t < NYB_TILE_TOKENS; t += VECTOR_LANES) {
     const vf s = round_score(vf_load(scores + t), round_to);
     if (round_to != NYB_F32) vf_store(scores + t, s);
     largest = vf_max(s, largest);
@@ -53,7 +53,7 @@ ALWAYS_INLINE bool softmax_whole_row(const nyb_softmax_tile *tile, int64_t row,
   const bool moved = raise_maximum(tile, row, vf_reduce_max(largest));
   const vf maximum = vf_set1(tile->maximum[row]);
   vf sum = vf_zero();
-  _Pragma("GCC unroll 4") for (int t = 0; t < NYB_TILE_TOKENS; t += VECTOR_LANES) {
+  UNROLL_BY(4) for (int t = 0; t < NYB_TILE_TOKENS; t += VECTOR_LANES) {
     const vf p = exp_of_negative(vf_sub(vf_load(scores + t), maximum));
     vf_store(scores + t, p);
     sum = vf_add(sum, p);
