@@ -452,9 +452,10 @@ static void test_every_changed_byte(void **state) {
 
 /* ---- Hostile sizes -------------------------------------------------------------------------- */
 
+/* Of processor time, so that other programs on the machine do not count. */
 static double seconds_now(void) {
   struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &now);
   return (double)now.tv_sec + 1e-9 * (double)now.tv_nsec;
 }
 
@@ -463,7 +464,7 @@ static void expect_quick_refusal(const char *header, size_t header_bytes, const 
   memory.largest_bytes = 0;
   const double start = seconds_now();
   expect_refusal(path, FORMAT, words);
-  assert_true(seconds_now() - start < 5.0); /* linear: some 0.1 s, much more under sanitizers */
+  assert_true(seconds_now() - start < 20); /* anything quadratic takes minutes */
 #if !defined(NYB_NO_MMAP)
   assert_true(memory.largest_bytes <= header_bytes + 64);
 #endif
@@ -508,7 +509,7 @@ static void test_many_tensors(void **state) {
   memory.allocated_bytes = 0;
   const double start = seconds_now();
   nyb_safetensors *file = open_or_fail(path);
-  assert_true(seconds_now() - start < 5.0);
+  assert_true(seconds_now() - start < 20); /* anything quadratic takes minutes */
   assert_true(memory.allocated_bytes < 8 * used);
   for (int i = 1; i <= count; i += 1) {
     char name[16];
