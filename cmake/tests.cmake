@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+# What ctest runs. A test that cannot run here exits with 77 and says why.
+
+function(nybble_add_test name)
+  add_test(NAME ${name} COMMAND ${ARGN} WORKING_DIRECTORY ${PROJECT_SOURCE_DIR})
+  set_tests_properties(${name} PROPERTIES SKIP_RETURN_CODE 77 TIMEOUT 1200)
+endfunction()
+
+# ---- Each tests/test_<subject>.c is one cmocka program ------------------------------------------
+if(NYBBLE_BUILD_TESTS)
+  find_path(CMOCKA_INCLUDE_DIR cmocka.h REQUIRED)
+  find_library(CMOCKA_LIBRARY cmocka REQUIRED)
+
+  function(nybble_add_cmocka_test name)
+    add_executable(${name} ${ARGN})
+    target_include_directories(${name} SYSTEM PRIVATE ${CMOCKA_INCLUDE_DIR})
+    target_link_libraries(${name} PRIVATE nybble_checks ${CMOCKA_LIBRARY} Threads::Threads m)
+    nybble_add_test(${name} ${name})
+  endfunction()
+
+  file(GLOB NYBBLE_TEST_SOURCES CONFIGURE_DEPENDS tests/test_*.c)
+  foreach(source ${NYBBLE_TEST_SOURCES})
+    get_filename_component(name ${source} NAME_WE)
+    nybble_add_cmocka_test(${name} ${source})
+  endforeach()
+
+  # The same tests over the reader for systems and file systems without mmap.
+  nybble_add_cmocka_test(test_safetensors_unmapped tests/test_safetensors.c src/io_safetensors.c)
+  target_compile_definitions(test_safetensors_unmapped PRIVATE NYB_NO_MMAP)
+
+  # What is installed, for the build that people install.
+  if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND NOT CMAKE_CROSSCOMPILING AND NOT NYBBLE_SANITIZE)
+    nybble_add_test(test_symbols sh ${PROJECT_SOURCE_DIR}/tests/install/test_symbols.sh
+                    ${CMAKE_NM} ${CMAKE_READELF} $<TARGET_FILE:nybble>)
+    nybble_add_test(test_install sh ${PROJECT_SOURCE_DIR}/tests/install/test_install.sh
+                    ${CMAKE_COMMAND} ${CMAKE_BINARY_DIR} ${CMAKE_C_COMPILER}
+                    ${CMAKE_INSTALL_LIBDIR})
+  endif()
+endif()
+
+# ---- The checks alone, where the libraries of the tests are missing for an emulated processor -----
+if(CMAKE_CROSSCOMPILING AND NOT NYBBLE_BUILD_TESTS)
+  add_executable(run_checks tests/run_checks.c)
+  target_link_libraries(run_checks PRIVATE nybble_checks)
+  nybble_add_test(run_checks run_checks)
+endif()
+
+# ---- Fuzz targets: tests/fuzz/fuzz_<subject>.c, with seeds and a dictionary where they help -------
+if(NYBBLE_FUZZ)
+  set(NYBBLE_FUZZ_SECONDS 60 CACHE STRING "How long ctest runs each fuzz target")
+  file(GLOB NYBBLE_FUZZ_SOURCES CONFIGURE_DEPENDS tests/fuzz/fuzz_*.c)
+  foreach(source ${NYBBLE_FUZZ_SOURCES})
+    get_filename_component(name ${source} NAME_WE)
+    string(REPLACE "fuzz_" "" subject ${name})
+    add_executable(${name} ${source})
+    target_link_options(${name} PRIVATE -fsanitize=fuzzer)
+    target_link_libraries(${name} PRIVATE nybble_static m)
+    set(corpus ${CMAKE_BINARY_DIR}/corpus_${subject}) # what is found is kept for the next run
+    file(MAKE_DIRECTORY ${corpus})
+    set(arguments -max_total_time=${NYBBLE_FUZZ_SECONDS} -timeout=20 -rss_limit_mb=2048
+                  -max_len=1024 -print_final_stats=1 ${corpus})
+    if(EXISTS ${PROJECT_SOURCE_DIR}/tests/fuzz/seeds_${subject})
+      list(APPEND arguments ${PROJECT_SOURCE_DIR}/tests/fuzz/seeds_${subject})
+    endif()
+    if(EXISTS ${PROJECT_SOURCE_DIR}/tests/fuzz/${subject}.dict)
+      list(APPEND arguments -dict=${PROJECT_SOURCE_DIR}/tests/fuzz/${subject}.dict)
+    endif()
+    nybble_add_test(${name} ${name} ${arguments})
+  endforeach()
+endif()
