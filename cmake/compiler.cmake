@@ -30,7 +30,7 @@ endif()
 
 set(NYBBLE_SANITIZE "" CACHE STRING "Sanitizers of everything built: address,undefined or thread")
 if(NYBBLE_SANITIZE)
-  add_compile_options(-g -fno-omit-frame-pointer -fno-sanitize-recover=all
+  add_compile_options(-g -O1 -fno-omit-frame-pointer -fno-sanitize-recover=all
                       -fsanitize=${NYBBLE_SANITIZE})
   add_link_options(-fsanitize=${NYBBLE_SANITIZE})
 endif()

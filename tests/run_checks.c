@@ -18,7 +18,7 @@ static void print_checks(const check_run *run) {
 }
 
 int main(int argc, char **argv) {
-  check_options options = {.quick = true};
+  check_options options = {.quick = true, .library = &check_nybble};
   for (nyb_isa isa = NYB_ISA_SCALAR; argc > 1 && isa <= NYB_ISA_NEON; isa++) {
     if (strcmp(argv[1], nyb_isa_name(isa)) == 0) options.isa = isa;
   }
