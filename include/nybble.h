@@ -27,8 +27,9 @@
  *             as they were, and nyb_last_error() gives a sentence that names the field, its value
  *             and what would be right. The library never prints and never ends the process. Treat
  *             a status number that you do not know as a failure.
- *   Threads   a context may be used by several threads at once. Two calls must not write the same
- *             output, workspace or cache at once.
+ *   Threads   a context may be used by several threads at once. No call may write an output,
+ *             workspace or cache that another reads or writes at that time (an append may free
+ *             what a view points to).
  *   Streams   the last argument of run calls is a stream of the context's backend; on the CPU it
  *             must be NULL, and the call has finished when it returns.
  *   Run calls (nyb_*_run, nyb_cache_append while it need not grow) do not allocate.
@@ -172,7 +173,7 @@ typedef struct nyb_allocator {
 typedef struct nyb_context_options {
   size_t struct_size;
   nyb_isa isa;
-  /* How many tasks may run at once, and so how many are made. 0: as many as this process has
+  /* How many tasks may run at once. 0: as many as this process has
    * processors, or NYBBLE_THREADS; 1: the calling thread only. The result does not depend on it by
    * a single bit. */
   int64_t threads;
@@ -192,7 +193,8 @@ typedef struct nyb_context_options {
  * ISA asked for does not run here. *context is written only on success. */
 NYB_API nyb_status nyb_context_create(const nyb_context_options *options, nyb_context **context);
 
-/* Ends a context; every cache made with it must be destroyed before. NULL is allowed. */
+/* Ends a context; every cache made and file opened with it must be
+ * gone before. NULL is allowed. */
 NYB_API void nyb_context_destroy(nyb_context *context);
 
 NYB_API nyb_isa nyb_context_isa(const nyb_context *context);
@@ -468,9 +470,9 @@ NYB_API nyb_status nyb_cache_view(const nyb_cache *cache, nyb_attention *attenti
 /* ---- safetensors files -------------------------------------------------------------------- */
 
 /* A file open for reading, memory-mapped. The whole header is checked at opening: sizes, bounds,
- * overlaps, holes, dtypes, duplicate names, metadata types. Tensors and metadata are numbered in the
- * order of the header. One file may be read by several threads. Nobody may shorten a file while it
- * is open here (nyb_safetensors_write never does: it replaces). */
+ * overlaps, holes, dtypes, duplicate names, metadata types. Tensors and metadata are numbered in
+ * the order of the header. One file may be read by several threads. Nobody may shorten a file while
+ * it is open here (nyb_safetensors_write never does: it replaces). */
 typedef struct nyb_safetensors nyb_safetensors;
 
 #define NYB_SAFETENSORS_MAX_RANK 8
@@ -517,7 +519,7 @@ typedef struct nyb_kernel {
   size_t struct_size;
   const char *name;      /* "attention_scores_affine4_avx2" */
   const char *operation; /* "attention_scores" */
-  const char *format;    /* "affine4", "plain_bf16"; for GeGLU the dtype */
+  const char *format;    /* "affine4", "plain_bf16"; for GeGLU too */
   nyb_isa isa;
   bool runs_here;
   const char *reason; /* why it does not run here, or "" */

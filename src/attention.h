@@ -33,7 +33,7 @@ void nyb_load_query(const nyb_attention *attention, int64_t batch, int64_t head,
 void nyb_store_row(const nyb_attention *attention, int64_t batch, int64_t head, int64_t row,
                    const float *values, float lse);
 
-/* Workspace in bytes, 64-aligned; -1 where it does not fit an int64. */
+/* Workspace in bytes, a multiple of 64. */
 int64_t nyb_attention_fused_workspace(const nyb_attention_call *call);
 int64_t nyb_attention_compat_workspace(const nyb_attention_call *call);
 

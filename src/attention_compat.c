@@ -85,7 +85,7 @@ static void attend_row(const compat_run *run, int64_t index, char *memory) {
     float score = 0;
     for (int64_t d = 0; d < a->key_dim; d++) score += q[d] * element_at(&key, d);
     scores[n] = nyb_round_to(round_to, score);
-    if (!(scores[n] <= maximum)) maximum = scores[n]; /* NaN sticks: the row becomes NaN */
+    if (scores[n] > maximum) maximum = scores[n]; /* a NaN is no maximum, but makes the sum NaN */
   }
   float sum = 0;
   for (int64_t n = 0; n < visible; n++) {

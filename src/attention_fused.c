@@ -293,7 +293,7 @@ static void attend_chunk(const fused_run *run, const unit *u, int64_t chunk,
 
 /* ---- Folding chunks ------------------------------------------------------------------------- */
 
-/* folded = folded + next, for each row; an empty side leaves the other bit-identical. */
+/* folded = folded + next, for each row; a side without weight leaves the other bit-identical. */
 static void fold(const row_state *folded, const row_state *next, int64_t rows, int64_t padded_dim) {
   for (int64_t row = 0; row < rows; row++) {
     float *into = folded->values + row * padded_dim;
@@ -326,9 +326,10 @@ static void finish(const fused_run *run, const unit *u, const row_state *state,
     run->columns(&columns);
     const float sum = state->sum[row];
     float lse = -INFINITY;
-    if (sum == 0) { /* nothing seen */
+    const int64_t visible = nyb_visible_tokens(a, u->length, query_row_of(run, u, row));
+    if (visible == 0) {
       memset(columns.to, 0, (size_t)a->value_dim * sizeof(float));
-    } else {
+    } else { /* a row whose scores are all -inf becomes 0/0 */
       for (int64_t d = 0; d < a->value_dim; d++) columns.to[d] /= sum;
       lse = state->maximum[row] + logf(sum);
     }

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "cpu/geglu_tables.h"
+#include "floating_point.h"
 #include "threads.h"
 
 #define NYB_STRINGIFY_(x) #x
@@ -32,15 +33,20 @@ nyb_status nyb_fail(nyb_status status, const char *format, ...) {
 }
 
 nyb_status nyb_check_struct(const char *name, const void *input, size_t given, size_t known) {
-  bool unknown_is_zero = given < known + 4096;
+  bool unknown_is_zero = given <= known + 4096;
   for (size_t i = known; input != NULL && unknown_is_zero && i < given; i++) {
     unknown_is_zero = ((const char *)input)[i] == 0;
   }
   if (given >= known && unknown_is_zero) return NYB_OK;
-  return nyb_fail(NYB_ERROR_STRUCT_SIZE,
-                  "%s.struct_size is %zu; it must be %zu, or more with zeros in the fields that "
-                  "version %s does not know",
-                  name, given, known, nyb_version());
+  if (given < known) {
+    return nyb_fail(NYB_ERROR_STRUCT_SIZE, "%s.struct_size is %zu; it must be at least %zu", name,
+                    given, known);
+  }
+  return nyb_fail(
+      NYB_ERROR_STRUCT_SIZE,
+      "%s.struct_size is %zu; beyond the %zu bytes that version %s knows it may have at "
+      "most 4096, all 0",
+      name, given, known, nyb_version());
 }
 
 const char *nyb_status_name(nyb_status status) {
@@ -268,14 +274,27 @@ void nyb_context_destroy(nyb_context *context) {
 nyb_isa nyb_context_isa(const nyb_context *context) { return context->isa; }
 int64_t nyb_context_threads(const nyb_context *context) { return context->threads; }
 
+typedef struct guarded_task {
+  nyb_task task;
+  void *task_data;
+} guarded_task;
+
+/* The caller's thread may flush denormals or round otherwise, the pool's threads may not: the
+ * result must not depend on who runs a task. */
+static void run_guarded(void *data, int64_t index) {
+  const guarded_task *guarded = data;
+  const uint64_t callers = nyb_set_default_floating_point();
+  guarded->task(guarded->task_data, index);
+  nyb_restore_floating_point(callers);
+}
+
 void nyb_parallel(const nyb_context *context, int64_t task_count, nyb_task task, void *task_data) {
+  guarded_task guarded = {task, task_data};
   if (task_count > 1 && context->parallel_for != NULL) {
-    context->parallel_for(context->parallel_for_data, task_count, task, task_data);
+    context->parallel_for(context->parallel_for_data, task_count, run_guarded, &guarded);
     return;
   }
-  for (int64_t i = 0; i < task_count; i++) {
-    task(task_data, i);
-  }
+  for (int64_t i = 0; i < task_count; i++) run_guarded(&guarded, i);
 }
 
 /* ---- Kernels and counters ----------------------------------------------------------------- */

@@ -100,9 +100,9 @@ typedef struct nyb_query_block {
 
 typedef void (*nyb_attention_queries_fn)(const nyb_query_block *block);
 
-/* Affine, per row: dim/2 pairs of int16 for each term, then three floats for each group. */
+/* Affine, per row: dim/2 pairs of int16 for each term, then two floats for each group. */
 static inline int64_t nyb_prepared_bytes(int64_t dim) {
-  return (nyb_padded_dim(dim) * 4 + 3 * 4 * (dim / 32 + 1) + 63) / 64 * 64;
+  return (nyb_padded_dim(dim) * 4 + 2 * 4 * (dim / 32 + 1) + 63) / 64 * 64;
 }
 
 /* scores[r][t] = q_r . k_t, with room for NYB_TILE_TOKENS in each row; what stands in a row beyond
@@ -166,10 +166,10 @@ enum { NYB_TILE_SCRATCH_BYTES = 48 * 1024 };
 typedef void (*nyb_geglu_fn)(const void *gate, const void *up, void *out, int64_t count,
                              bool streaming);
 
-#define NYB_GEGLU_KERNEL(format, isa)                                                           \
-  void nyb_geglu_##format##_##isa(const void *gate, const void *up, void *out, int64_t count,   \
-                                  bool streaming);                                              \
-  void nyb_geglu_##format##_##isa(const void *gate, const void *up, void *out, int64_t count,   \
+#define NYB_GEGLU_KERNEL(format, isa)                                                         \
+  void nyb_geglu_##format##_##isa(const void *gate, const void *up, void *out, int64_t count, \
+                                  bool streaming);                                            \
+  void nyb_geglu_##format##_##isa(const void *gate, const void *up, void *out, int64_t count, \
                                   bool streaming)
 
 /* ---- The table ---------------------------------------------------------------------------- */

@@ -19,9 +19,37 @@ int64_t nyb_processor_count(void) {
 }
 
 #if defined(NYB_HAVE_PTHREADPOOL)
+#include <pthread.h>
 #include <pthreadpool.h>
+#include <stdbool.h>
 
-void *nyb_pool_create(int64_t threads) { return pthreadpool_create((size_t)threads); }
+static void *wait_for_the_others(void *barrier) {
+  pthread_mutex_lock(barrier);
+  pthread_mutex_unlock(barrier);
+  return NULL;
+}
+
+/* pthreadpool waits for ever for a thread that could not be started. So that many are started here
+ * first, all alive at once, and ended again. */
+static bool can_start(int64_t count) {
+  pthread_t started[NYB_MAX_THREADS];
+  pthread_mutex_t gate;
+  if (count > NYB_MAX_THREADS || pthread_mutex_init(&gate, NULL) != 0) return false;
+  pthread_mutex_lock(&gate);
+  int64_t running = 0;
+  while (running < count &&
+         pthread_create(&started[running], NULL, wait_for_the_others, &gate) == 0) {
+    running++;
+  }
+  pthread_mutex_unlock(&gate);
+  for (int64_t i = 0; i < running; i++) pthread_join(started[i], NULL);
+  pthread_mutex_destroy(&gate);
+  return running == count;
+}
+
+void *nyb_pool_create(int64_t threads) {
+  return can_start(threads - 1) ? pthreadpool_create((size_t)threads) : NULL;
+}
 
 void nyb_pool_destroy(void *pool) {
   if (pool != NULL) pthreadpool_destroy(pool);
@@ -32,14 +60,36 @@ typedef struct nyb_pool_call {
   void *task_data;
 } nyb_pool_call;
 
+/* ThreadSanitizer cannot see into a library that was built without it. These two tell it of the
+ * order that pthreadpool keeps: the call before its tasks, the tasks before the call's return. */
+#if defined(__SANITIZE_THREAD__)
+#define NYB_THREAD_SANITIZER 1
+#elif defined(__has_feature)
+#if __has_feature(thread_sanitizer)
+#define NYB_THREAD_SANITIZER 1
+#endif
+#endif
+#if defined(NYB_THREAD_SANITIZER)
+#include <sanitizer/tsan_interface.h>
+static void order_after(void *point) { __tsan_acquire(point); }
+static void order_before(void *point) { __tsan_release(point); }
+#else
+static void order_after(void *point) { (void)point; }
+static void order_before(void *point) { (void)point; }
+#endif
+
 static void run_index(void *data, size_t index) {
-  const nyb_pool_call *call = data;
+  nyb_pool_call *call = data;
+  order_after(call);
   call->task(call->task_data, (int64_t)index);
+  order_before(call);
 }
 
 void nyb_pool_parallel_for(void *pool, int64_t task_count, nyb_task task, void *task_data) {
   nyb_pool_call call = {task, task_data};
+  order_before(&call);
   pthreadpool_parallelize_1d(pool, run_index, &call, (size_t)task_count, 0);
+  order_after(&call);
 }
 
 #else /* no pool in this build: the calling thread does all of it */

@@ -64,11 +64,11 @@ ALWAYS_INLINE void prepare_group(const float *q, int64_t count, int bits, bool p
   }
   int32_t lanes[VECTOR_LANES];
   vi_store(lanes, total);
-  int32_t code_sum = 0;
-  for (int i = 0; i < VECTOR_LANES; i++) code_sum += lanes[i];
+  uint32_t code_sum = 0; /* wraps where q is not a number; the poison below tells then */
+  for (int i = 0; i < VECTOR_LANES; i++) code_sum += (uint32_t)lanes[i];
   write_pairs(codes, count, bits, pairs);
 
-  float exact_sum = unit * (float)code_sum;
+  float exact_sum = unit * (float)(int32_t)code_sum;
   if (precise) {
     const vf low_inverse = vf_set1(limit > 0 ? LOW_STEPS / unit : 0);
     total = vi_zero();
@@ -81,9 +81,9 @@ ALWAYS_INLINE void prepare_group(const float *q, int64_t count, int bits, bool p
     }
     vi_store(lanes, total);
     code_sum = 0;
-    for (int i = 0; i < VECTOR_LANES; i++) code_sum += lanes[i];
+    for (int i = 0; i < VECTOR_LANES; i++) code_sum += (uint32_t)lanes[i];
     write_pairs(codes, count, bits, low_pairs);
-    exact_sum += unit / LOW_STEPS * (float)code_sum;
+    exact_sum += unit / LOW_STEPS * (float)(int32_t)code_sum;
   }
   const float poisoned = vf_reduce_add(poison);
   *step = unit / up + poisoned;

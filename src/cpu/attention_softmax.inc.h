@@ -40,6 +40,13 @@ ALWAYS_INLINE bool raise_maximum(const nyb_softmax_tile *tile, int64_t row, floa
   return true;
 }
 
+/* What scores are measured from. While every score was -inf it is 0, so that they weigh 0 and not
+ * the NaN of -inf - -inf; a NaN score still gives NaN. */
+ALWAYS_INLINE vf reference_of(const nyb_softmax_tile *tile, int64_t row) {
+  const float maximum = tile->maximum[row];
+  return vf_set1(maximum == -INFINITY ? 0 : maximum);
+}
+
 /* A row that sees the whole tile: no lane is masked. */
 ALWAYS_INLINE bool softmax_whole_row(const nyb_softmax_tile *tile, int64_t row,
                                      nyb_dtype round_to) {
@@ -51,10 +58,10 @@ ALWAYS_INLINE bool softmax_whole_row(const nyb_softmax_tile *tile, int64_t row,
     largest = vf_max(s, largest);
   }
   const bool moved = raise_maximum(tile, row, vf_reduce_max(largest));
-  const vf maximum = vf_set1(tile->maximum[row]);
+  const vf reference = reference_of(tile, row);
   vf sum = vf_zero();
   UNROLL_BY(4) for (int t = 0; t < NYB_TILE_TOKENS; t += VECTOR_LANES) {
-    const vf p = exp_of_negative(vf_sub(vf_load(scores + t), maximum));
+    const vf p = exp_of_negative(vf_sub(vf_load(scores + t), reference));
     vf_store(scores + t, p);
     sum = vf_add(sum, p);
   }
@@ -78,11 +85,11 @@ static bool softmax_part_row(const nyb_softmax_tile *tile, int64_t row, nyb_dtyp
     largest = vf_max(s, largest);
   }
   const bool moved = raise_maximum(tile, row, vf_reduce_max(largest));
-  const vf maximum = vf_set1(tile->maximum[row]);
+  const vf reference = reference_of(tile, row);
   vf sum = vf_zero();
   int64_t t = 0;
   for (; t < visible; t += VECTOR_LANES) {
-    const vf p = exp_of_negative(vf_sub(vf_load(scores + t), maximum));
+    const vf p = exp_of_negative(vf_sub(vf_load(scores + t), reference));
     const vf kept = vf_keep_first(p, visible - t);
     vf_store(scores + t, kept);
     sum = vf_add(sum, kept);
