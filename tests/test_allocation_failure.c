@@ -151,7 +151,7 @@ static char path[64];
 static outcome write_and_read(nyb_context *context) {
   static const unsigned char bytes[8] = {1, 2, 3, 4, 5, 6, 7, 8};
   enum { COUNT = 40 }; /* beyond the first size of the reader's arrays */
-  char names[COUNT][8];
+  char names[COUNT][16];
   nyb_safetensors_tensor tensors[COUNT];
   nyb_metadata metadata[COUNT];
   for (int i = 0; i < COUNT; i++) {
