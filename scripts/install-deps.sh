@@ -8,7 +8,7 @@ set -eu
 debian_packages() {
   case $1 in
     build)
-      echo make cmake ninja-build gcc libc6-dev libjsmn-dev libcjson-dev libpthreadpool-dev
+      echo make cmake ninja-build gcc libc6-dev libcjson-dev libpthreadpool-dev
       ;;
     test)
       debian_packages build
