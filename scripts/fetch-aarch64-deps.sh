@@ -7,7 +7,6 @@ set -eu
 root=$(cd "$(dirname "$0")/.." && pwd)
 deps=$root/.deps/aarch64
 packages="libcmocka0 libcmocka-dev libcjson1 libcjson-dev libpthreadpool0 libpthreadpool-dev"
-packages="$packages libjsmn-dev"
 [ ! -e "$deps/.complete" ] || exit 0
 
 mkdir -p "$root/.deps"

@@ -56,7 +56,7 @@ if ! command -v apt-get > /dev/null; then
   for tool in cmake ninja; do
     command -v "$tool" > /dev/null && continue
     echo "install-deps.sh: no $tool, and no apt-get to install it with." >&2
-    echo "docs/building.md lists what is needed; Debian calls it:" $wanted >&2
+    echo "docs/building.md lists what is needed; Debian calls it: $wanted" >&2
     exit 1
   done
   exit 0

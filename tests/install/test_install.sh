@@ -22,9 +22,14 @@ if grep -rlE "$work|$build|$source" "$prefix/$libdir/cmake" "$prefix/$libdir/pkg
   exit 1
 fi
 
-"$cmake" -S "$source/tests/install" -B "$work/consumer" "-DCMAKE_PREFIX_PATH=$prefix" \
-  "-DCMAKE_C_COMPILER=$compiler" > "$work/log" 2>&1 &&
-  "$cmake" --build "$work/consumer" >> "$work/log" 2>&1 || { cat "$work/log"; exit 1; }
+build_consumer() {
+  "$cmake" -S "$source/tests/install" -B "$work/consumer" "-DCMAKE_PREFIX_PATH=$prefix" \
+    "-DCMAKE_C_COMPILER=$compiler" && "$cmake" --build "$work/consumer"
+}
+if ! build_consumer > "$work/log" 2>&1; then
+  cat "$work/log"
+  exit 1
+fi
 
 PKG_CONFIG_PATH=$prefix/$libdir/pkgconfig
 export PKG_CONFIG_PATH

@@ -99,7 +99,9 @@ def strides(row: int, rows: int) -> Any:
     return (ctypes.c_int64 * 3)(row * rows, row * rows, row)
 
 
-def stored_of(codes: Any, scales: Any, biases: Any, bits: int, group_size: int, dtype: str) -> Stored:
+def stored_of(
+    codes: Any, scales: Any, biases: Any, bits: int, group_size: int, dtype: str
+) -> Stored:
     rows = codes.shape[0]
     return Stored(Format(AFFINE, bits, group_size, DTYPE_ID[dtype]), codes.ctypes.data,
                   scales.ctypes.data, biases.ctypes.data, strides(codes.shape[1], rows),
@@ -181,7 +183,9 @@ def kinds_of_groups(dtype: str, group_size: int, rng: Any) -> Any:
     # Any bits at all, as long as the group's range fits f32; exponents at random are what makes
     # denormals and huge values meet.
     exponent = {"f32": 0x7F800000, "f16": 0x7C00, "bf16": 0x7F80}[dtype]
-    anything = rng.integers(0, np.iinfo(BITS_OF[dtype]).max, (200, group_size), BITS_OF[dtype], True)
+    anything = rng.integers(
+        0, np.iinfo(BITS_OF[dtype]).max, (200, group_size), BITS_OF[dtype], True
+    )
     anything[(anything & exponent) == exponent] = 0
     value = to_float(anything, dtype).astype(np.float64)
     fits = value.max(axis=1) - value.min(axis=1) < 3.4e38

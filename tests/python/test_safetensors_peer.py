@@ -19,12 +19,19 @@ from typing import Any
 import pytest
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
-safetensors = pytest.importorskip("safetensors", reason="safetensors is not installed")
-import safetensors.numpy  # noqa: E402  (after the skip)
+pytest.importorskip("safetensors", reason="safetensors is not installed")
+import safetensors.numpy  # noqa: E402, F811  (after the skip)
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARY = Path(os.environ.get("NYBBLE_LIBRARY", ROOT / "build" / "libnybble.so"))
-NAMES = ("plain", "a.b.0", "caf\u00e9 \u6f22 \U0001f984", 'quote " back \\ slash /', "tab\t\x01", "")
+NAMES = (
+    "plain",
+    "a.b.0",
+    "caf\u00e9 \u6f22 \U0001f984",
+    'quote " back \\ slash /',
+    "tab\t\x01",
+    "",
+)
 DTYPES = {  # of numpy, and the file's word
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "I64": np.int64, "I32": np.int32,
     "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32, "U16": np.uint16,
@@ -76,9 +83,7 @@ class Library:
             tensors: Read = {}
             for index in range(self.c.nyb_safetensors_count(file)):
                 t = Tensor()
-                self.check(
-                    self.c.nyb_safetensors_at(file, ctypes.c_int64(index), ctypes.byref(t))
-                )
+                self.check(self.c.nyb_safetensors_at(file, ctypes.c_int64(index), ctypes.byref(t)))
                 data = ctypes.string_at(t.data, t.data_bytes) if t.data_bytes else b""
                 tensors[t.name.decode()] = (t.dtype.decode(), tuple(t.shape[: t.rank]), data)
             metadata = {}
@@ -104,7 +109,11 @@ class Library:
             pair.key, pair.value = key.encode(), value.encode()
         self.check(
             self.c.nyb_safetensors_write(
-                self.context, os.fsencode(path), rows, ctypes.c_int64(len(tensors)), pairs,
+                self.context,
+                os.fsencode(path),
+                rows,
+                ctypes.c_int64(len(tensors)),
+                pairs,
                 ctypes.c_int64(len(metadata)),
             )  # fmt: skip
         )
@@ -196,7 +205,21 @@ def test_files_of_mlx(library: Library, tmp_path: Path) -> None:
 def changed(header: bytes, generator: random.Random) -> bytes:
     """A header with a few of its parts cut, doubled or replaced."""
     parts = list(header)
-    pieces = (b'"', b",", b"0", b"9", b"-", b"{", b"}", b"[", b"]", b"\\u0041", b" ", b"\xc3", b"1e1")
+    pieces = (
+        b'"',
+        b",",
+        b"0",
+        b"9",
+        b"-",
+        b"{",
+        b"}",
+        b"[",
+        b"]",
+        b"\\u0041",
+        b" ",
+        b"\xc3",
+        b"1e1",
+    )
     for _ in range(generator.randint(1, 3)):
         at = generator.randrange(len(parts))
         length = generator.randint(0, 3)
