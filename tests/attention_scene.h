@@ -16,6 +16,7 @@ typedef enum query_class {
   QUERIES_TINY,     /* 1e-4 */
   QUERIES_SUBNORMAL,
   QUERIES_OUTLIER,    /* one element a thousand times the others */
+  QUERIES_MINUTE,     /* 2^-100, with ROWS_VAST; of f16 only as small as it goes */
   QUERIES_HALF_STEPS, /* halfway between the steps of 16-bit integers */
   QUERIES_COUNT
 } query_class;
@@ -31,7 +32,8 @@ typedef enum row_class {
   ROWS_OFFSET,   /* 1,000 and a little */
   ROWS_WIDE,     /* a ramp of +-60,000 through each group */
   ROWS_SUBNORMAL,
-  ROWS_RAW, /* affine: any codes, scales and biases, negative ones too */
+  ROWS_VAST, /* 2^97; of f16 1,000 */
+  ROWS_RAW,  /* affine: any codes, scales and biases, negative ones too */
   ROWS_ALL_ZERO_CODES,
   ROWS_ALL_MAX_CODES,
   ROWS_SEVENTHS, /* codes 7i mod 2^bits, scale 1, bias 0 */

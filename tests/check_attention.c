@@ -297,6 +297,7 @@ static void check_data(walk *w) {
       {"huge scores", ROWS_LARGE, QUERIES_LARGE},
       {"outlier channel", ROWS_OUTLIER, QUERIES_NORMAL},
       {"outlier in the query", ROWS_NORMAL, QUERIES_OUTLIER},
+      {"minute queries, vast keys", ROWS_VAST, QUERIES_MINUTE},
       {"queries between steps", ROWS_NORMAL, QUERIES_HALF_STEPS},
       {"constant groups", ROWS_CONSTANT, QUERIES_NORMAL},
       {"keys far from zero", ROWS_OFFSET, QUERIES_TINY},
@@ -314,7 +315,9 @@ static void check_data(walk *w) {
           decode(kinds[i].name, 4, 2, variant % 2 == 0 ? 128 : 64, variant < 2 ? 130 : 1030);
       shape.keys = kinds[i].keys;
       shape.queries = kinds[i].queries;
-      if (shape.queries == QUERIES_HALF_STEPS) shape.query_dtype = NYB_F32;
+      if (shape.queries == QUERIES_HALF_STEPS || shape.queries == QUERIES_MINUTE) {
+        shape.query_dtype = variant < 2 ? NYB_F32 : NYB_BF16;
+      }
       check_case(w, shape);
     }
   }

@@ -97,6 +97,7 @@ static double query_element(const attention_shape *s, int64_t head, int64_t row,
     case QUERIES_TINY: return 1e-4 * normal;
     case QUERIES_SUBNORMAL: return (s->query_dtype == NYB_F16 ? 0x1p-22 : 0x1p-130) * normal;
     case QUERIES_OUTLIER: return d == s->key_dim / 2 ? 40 : 0.04 * normal;
+    case QUERIES_MINUTE: return (s->query_dtype == NYB_F16 ? 0x1p-20 : 0x1p-100) * normal;
     case QUERIES_HALF_STEPS: /* one element that sets the step, the others between its multiples */
       return d % 32 == 0 ? 1 : ((double)check_random_below(random, 65534) - 32766.5) / 32767;
     case QUERIES_COUNT: break;
@@ -117,6 +118,7 @@ static double row_element(row_class class, const nyb_format *format, bool last, 
     case ROWS_OFFSET: return 1000 + normal;
     case ROWS_WIDE: return 60000 * (2 * (double)(d % group_size) / (double)(group_size - 1) - 1);
     case ROWS_SUBNORMAL: return (format->dtype == NYB_F16 ? 0x1p-22 : 0x1p-130) * normal;
+    case ROWS_VAST: return (format->dtype == NYB_F16 ? 1000 : 0x1p97) * normal;
     case ROWS_SEVENTHS: return (double)(7 * d % 32);
     case ROWS_NORMAL:
     case ROWS_EQUAL:
