@@ -2,6 +2,7 @@
 /* GeGLU: the contract to the bit, on every ISA that runs here and on both paths; views, misuse,
  * levers, counters, threads, offsets beyond 32 bits. */
 #define _GNU_SOURCE /* MAP_ANONYMOUS, MAP_NORESERVE */
+#include <fenv.h>
 #include <math.h>
 #include <pthread.h>
 #include <setjmp.h>
@@ -624,6 +625,33 @@ static void threads_change_no_bit(void **state) {
   free(expected);
 }
 
+/* A caller that rounds upwards gets the same bits. That the first context was made so is main()'s.
+ */
+static void the_callers_rounding_changes_no_bit(void **state) {
+  (void)state;
+  static uint16_t gate[GATES], up[GATES], expected[GATES], out[GATES];
+  for (int i = 0; i < GATES; i++) gate[i] = (uint16_t)i;
+  for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
+    nyb_context *context = context_for(isa, 1);
+    if (context == NULL) continue;
+    fill_random(NYB_BF16, up, GATES);
+    foreach (const nyb_path, path, paths) {
+      nyb_geglu geglu = one_row(NYB_BF16, gate, up, expected, GATES);
+      geglu.path = *path;
+      run(context, &geglu);
+      geglu.out = out;
+      assert_int_equal(fesetround(FE_UPWARD), 0);
+      const nyb_status status = nyb_geglu_run(context, &geglu, NULL);
+      const int rounding = fegetround();
+      fesetround(FE_TONEAREST);
+      assert_int_equal(status, NYB_OK);
+      assert_int_equal(rounding, FE_UPWARD);
+      assert_memory_equal(out, expected, sizeof out);
+    }
+    nyb_context_destroy(context);
+  }
+}
+
 /* Large enough that the result is stored past the caches. */
 static void large_outputs_have_the_same_bits(void **state) {
   (void)state;
@@ -894,6 +922,12 @@ int main(void) {
       printf("%s: SKIPPED, %s\n", nyb_isa_name(isa), reason);
     }
   }
+  fesetround(FE_UPWARD); /* the tables are made here, and checked by all that follows */
+  nyb_context *first = NULL;
+  const nyb_status status = nyb_context_create(NULL, &first);
+  fesetround(FE_TONEAREST);
+  if (status != NYB_OK) return EXIT_FAILURE;
+  nyb_context_destroy(first);
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(every_gate_gives_the_bits_of_the_contract),
       cmocka_unit_test(the_contract_has_the_properties_documented),
@@ -904,6 +938,7 @@ int main(void) {
       cmocka_unit_test(views_are_taken_as_they_are),
       cmocka_unit_test(nothing_is_a_size),
       cmocka_unit_test(threads_change_no_bit),
+      cmocka_unit_test(the_callers_rounding_changes_no_bit),
       cmocka_unit_test(large_outputs_have_the_same_bits),
       cmocka_unit_test(elements_beyond_2_to_31_are_reached),
       cmocka_unit_test(row_offsets_beyond_2_to_31_are_reached),

@@ -6,6 +6,7 @@
 
 #include <pthread.h>
 
+#include "../floating_point.h"
 #include "geglu_f32.h"
 
 nyb_gelu_table nyb_gelu_f16;
@@ -103,9 +104,12 @@ static inline void make_table(nyb_gelu_table *table, half_kind kind, float small
   }
 }
 
+/* Whatever the mode of the thread that happens to make the first context. */
 static void make_tables(void) {
+  const uint64_t callers = nyb_set_default_floating_point();
   make_table(&nyb_gelu_f16, (half_kind){13, 112u << 23, 0x7c00, NYB_GEGLU_NAN_F16}, 0x1p-12f);
   make_table(&nyb_gelu_bf16, (half_kind){16, 0, 0x7f80, NYB_GEGLU_NAN_BF16}, 0x1p-9f);
+  nyb_restore_floating_point(callers);
 }
 
 void nyb_gelu_tables_make(void) {
