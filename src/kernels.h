@@ -100,9 +100,9 @@ typedef struct nyb_query_block {
 
 typedef void (*nyb_attention_queries_fn)(const nyb_query_block *block);
 
-/* Affine, per row: dim/2 pairs of int16 for each term, then two floats for each group. */
+/* Affine, per row: dim/2 pairs of int16 for each term, then four numbers for each group. */
 static inline int64_t nyb_prepared_bytes(int64_t dim) {
-  return (nyb_padded_dim(dim) * 4 + 2 * 4 * (dim / 32 + 1) + 63) / 64 * 64;
+  return (nyb_padded_dim(dim) * 4 + 4 * 4 * (dim / 32 + 1) + 63) / 64 * 64;
 }
 
 /* scores[r][t] = q_r . k_t, with room for NYB_TILE_TOKENS in each row; what stands in a row beyond

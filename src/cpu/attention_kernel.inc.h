@@ -62,35 +62,65 @@ static vf load_plain_tail(const char *row, int64_t element, int64_t dim, nyb_dty
   return vf_load(padded);
 }
 
-/* Scales or biases of one group, for all tokens of the tile, as floats. gathered has room for whole
- * vectors. */
-static void gather_group(const char *first, int64_t stride_bytes, int64_t group, int64_t tokens,
-                         nyb_dtype dtype, float *gathered) {
+ALWAYS_INLINE void widen_halves(const uint16_t *halves, int64_t count, nyb_dtype dtype,
+                                float *floats) {
+  for (int64_t i = 0; i < count; i += VECTOR_LANES) {
+    vf_store(floats + i, dtype == NYB_BF16 ? vf_load_bf16(halves + i) : vf_load_f16(halves + i));
+  }
+}
+
+/* Words of two 16-bit floats to the floats of their low and of their high halves. */
+ALWAYS_INLINE void widen_words(const int32_t *words, int64_t count, nyb_dtype dtype, float *low,
+                               float *high) {
+  for (int64_t i = 0; i < count; i += VECTOR_LANES) {
+    const vi pair = vi_load(words + i);
+    vf_store(low + i, dtype == NYB_BF16 ? vf_low_bf16(pair) : vf_low_f16(pair));
+    vf_store(high + i, dtype == NYB_BF16 ? vf_high_bf16(pair) : vf_high_f16(pair));
+  }
+}
+
+enum { MAX_SPAN = 2 }; /* groups that are read at once */
+typedef float group_floats[MAX_SPAN][NYB_TILE_TOKENS];
+
+/* Scales or biases of one group or of two neighbours, for all tokens of the tile, as floats; 0
+ * where the tile has no token. */
+static void gather_groups(const char *first, int64_t stride_bytes, int64_t group, int64_t groups,
+                          int64_t tokens, nyb_dtype dtype, group_floats gathered) {
   const char *p = first + group * (dtype == NYB_F32 ? 4 : 2);
+  if (tokens < NYB_TILE_TOKENS) memset(gathered, 0, sizeof(group_floats));
   if (dtype == NYB_F32) {
-    for (int64_t t = 0; t < tokens; t++, p += stride_bytes) {
-      gathered[t] = *(const float *)(const void *)p;
+    for (int64_t i = 0; i < groups; i++) {
+      for (int64_t t = 0; t < tokens; t++) {
+        gathered[i][t] = *(const float *)(const void *)(p + t * stride_bytes + i * 4);
+      }
     }
-    return;
-  }
-  uint16_t halves[NYB_TILE_TOKENS + VECTOR_LANES] = {0};
-  const uint16_t *source = halves;
-  if (stride_bytes == 2 && tokens == NYB_TILE_TOKENS) {
-    source = (const uint16_t *)(const void *)p;
-  } else if (stride_bytes == 4) { /* two groups a row: a constant stride, so it vectorises */
-    for (int64_t t = 0; t < tokens; t++) halves[t] = ((const uint16_t *)(const void *)p)[2 * t];
+  } else if (groups == 2) {
+    int32_t words[NYB_TILE_TOKENS];
+    const int32_t *source = words;
+    if (stride_bytes == 4 && tokens == NYB_TILE_TOKENS) {
+      source = (const int32_t *)(const void *)p;
+    } else {
+      memset(words + tokens, 0, (size_t)(NYB_TILE_TOKENS - tokens) * 4);
+      for (int64_t t = 0; t < tokens; t++, p += stride_bytes) memcpy(words + t, p, 4);
+    }
+    if (dtype == NYB_BF16) {
+      widen_words(source, NYB_TILE_TOKENS, NYB_BF16, gathered[0], gathered[1]);
+    } else {
+      widen_words(source, NYB_TILE_TOKENS, NYB_F16, gathered[0], gathered[1]);
+    }
   } else {
-    for (int64_t t = 0; t < tokens; t++, p += stride_bytes) {
-      halves[t] = *(const uint16_t *)(const void *)p;
+    uint16_t halves[NYB_TILE_TOKENS];
+    const uint16_t *source = halves;
+    if (stride_bytes == 2 && tokens == NYB_TILE_TOKENS) {
+      source = (const uint16_t *)(const void *)p;
+    } else {
+      memset(halves + tokens, 0, (size_t)(NYB_TILE_TOKENS - tokens) * 2);
+      for (int64_t t = 0; t < tokens; t++, p += stride_bytes) memcpy(halves + t, p, 2);
     }
-  }
-  if (dtype == NYB_BF16) {
-    for (int64_t t = 0; t < tokens; t += VECTOR_LANES) {
-      vf_store(gathered + t, vf_load_bf16(source + t));
-    }
-  } else {
-    for (int64_t t = 0; t < tokens; t += VECTOR_LANES) {
-      vf_store(gathered + t, vf_load_f16(source + t));
+    if (dtype == NYB_BF16) {
+      widen_halves(source, NYB_TILE_TOKENS, NYB_BF16, gathered[0]);
+    } else {
+      widen_halves(source, NYB_TILE_TOKENS, NYB_F16, gathered[0]);
     }
   }
 }

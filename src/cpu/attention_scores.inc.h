@@ -7,6 +7,8 @@ typedef struct prepared_row {
   int32_t *low_pairs; /* [dim/2], the second term, if there are two */
   float *step;        /* [groups]: value of 1 in pairs; in low_pairs it is step/LOW_STEPS */
   float *sum;         /* [groups]: sum of the row as prepared */
+  int32_t *start;     /* [groups]: the dot of pairs with the middle code, negated */
+  int32_t *low_start; /* [groups]: that of low_pairs */
 } prepared_row;
 
 /* The remainder after the first term may exceed half a step by the little by which f32 misses the
@@ -21,6 +23,8 @@ ALWAYS_INLINE prepared_row prepared_row_at(const void *prepared, int64_t row, in
   r.low_pairs = r.pairs + dim / 2;
   r.step = (float *)(void *)(r.low_pairs + dim / 2);
   r.sum = r.step + groups;
+  r.start = (int32_t *)(void *)(r.sum + groups);
+  r.low_start = r.start + groups;
   return r;
 }
 
@@ -42,7 +46,8 @@ ALWAYS_INLINE void write_pairs(const int32_t *codes, int64_t count, int bits, in
 /* Rounds one group of a row to 16 bits and, if asked, its remainder to 16 more. A NaN or infinity
  * makes step and sum NaN or infinite, so that the score is not a number that looks right. */
 ALWAYS_INLINE void prepare_group(const float *q, int64_t count, int bits, bool precise,
-                                 int32_t *pairs, int32_t *low_pairs, float *step, float *sum) {
+                                 const prepared_row *to, int64_t group) {
+  int32_t *pairs = to->pairs + group * count / 2, *low_pairs = to->low_pairs + group * count / 2;
   int32_t codes[MAX_GROUP];
   vf largest = vf_zero(), poison = vf_zero();
   for (int64_t i = 0; i < count; i += VECTOR_LANES) {
@@ -67,6 +72,7 @@ ALWAYS_INLINE void prepare_group(const float *q, int64_t count, int bits, bool p
   uint32_t code_sum = 0; /* wraps where q is not a number; the poison below tells then */
   for (int i = 0; i < VECTOR_LANES; i++) code_sum += (uint32_t)lanes[i];
   write_pairs(codes, count, bits, pairs);
+  to->start[group] = (int32_t)(0u - (code_sum << (bits - 1)));
 
   float exact_sum = unit * (float)(int32_t)code_sum;
   if (precise) {
@@ -83,11 +89,12 @@ ALWAYS_INLINE void prepare_group(const float *q, int64_t count, int bits, bool p
     code_sum = 0;
     for (int i = 0; i < VECTOR_LANES; i++) code_sum += (uint32_t)lanes[i];
     write_pairs(codes, count, bits, low_pairs);
+    to->low_start[group] = (int32_t)(0u - (code_sum << (bits - 1)));
     exact_sum += unit / LOW_STEPS * (float)(int32_t)code_sum;
   }
   const float poisoned = vf_reduce_add(poison);
-  *step = unit / up + poisoned;
-  *sum = exact_sum / up + poisoned;
+  to->step[group] = unit / up + poisoned;
+  to->sum[group] = exact_sum / up + poisoned;
 }
 
 ALWAYS_INLINE void queries_affine(const nyb_query_block *block, int bits) {
@@ -96,9 +103,7 @@ ALWAYS_INLINE void queries_affine(const nyb_query_block *block, int bits) {
     const float *q = block->q + row * nyb_padded_dim(block->dim);
     const prepared_row r = prepared_row_at(block->prepared, row, block->dim, groups);
     for (int64_t g = 0; g < groups; g++) {
-      const int64_t first = g * block->group_size;
-      prepare_group(q + first, block->group_size, bits, block->precise, r.pairs + first / 2,
-                    r.low_pairs + first / 2, r.step + g, r.sum + g);
+      prepare_group(q + g * block->group_size, block->group_size, bits, block->precise, &r, g);
     }
   }
 }
@@ -154,23 +159,35 @@ ALWAYS_INLINE void transpose_group(const nyb_tile_tokens *k, int64_t group, int 
   }
 }
 
-/* Dots of up to DOT_ROWS rows with DOT_VECTORS vectors of tokens over one group. */
-ALWAYS_INLINE void dot_block(int rows, int vectors, const int32_t *const *q, const int32_t *pairs,
-                             int64_t pair_count, vi sums[DOT_ROWS][DOT_VECTORS]) {
+/* dots[r][v] = step[r] * (start[r] + q_r . k) over one group, for a few rows and vectors of tokens;
+ * or adds it to them. */
+ALWAYS_INLINE void dot_block(int rows, int vectors, const int32_t *q, int64_t q_stride,
+                             const int32_t *pairs, int64_t pair_count, const int32_t *starts,
+                             const float *steps, bool add, vf dots[DOT_ROWS][DOT_VECTORS]) {
+  vi sums[DOT_ROWS][DOT_VECTORS];
   UNROLL
   for (int r = 0; r < rows; r++) {
     UNROLL
-    for (int v = 0; v < vectors; v++) sums[r][v] = vi_zero();
+    for (int v = 0; v < vectors; v++) sums[r][v] = vi_set1(starts[r]);
   }
-  UNROLL_BY(2) for (int64_t pair = 0; pair < pair_count; pair++) {
+  UNROLL_BY(2) for (int64_t pair = 0; pair < pair_count; pair++, pairs += PAIR_STRIDE, q++) {
     vi k[DOT_VECTORS];
     UNROLL
-    for (int v = 0; v < vectors; v++) k[v] = vi_load(pairs + pair * PAIR_STRIDE + v * VECTOR_LANES);
+    for (int v = 0; v < vectors; v++) k[v] = vi_load(pairs + v * VECTOR_LANES);
     UNROLL
     for (int r = 0; r < rows; r++) {
-      const vi both = vi_set1(q[r][pair]);
+      const vi both = vi_set1(q[r * q_stride]);
       UNROLL
       for (int v = 0; v < vectors; v++) sums[r][v] = vi_dot16(sums[r][v], k[v], both);
+    }
+  }
+  UNROLL
+  for (int r = 0; r < rows; r++) {
+    const vf step = vf_set1(steps[r]);
+    UNROLL
+    for (int v = 0; v < vectors; v++) {
+      const vf sum = vf_from_vi(sums[r][v]);
+      dots[r][v] = add ? vf_fma(sum, step, dots[r][v]) : vf_mul(sum, step);
     }
   }
 }
@@ -178,40 +195,36 @@ ALWAYS_INLINE void dot_block(int rows, int vectors, const int32_t *const *q, con
 typedef struct group_of_keys {
   const int32_t *pairs;
   int64_t pair_count, group, groups;
-  const float *scales, *biases; /* [token] */
+  const float *scales, *middles; /* [token]; middle: the value of the middle code */
 } group_of_keys;
 
-/* score += scale * (step * dot) + bias * sum(q) */
+/* score += scale * (step * dot of q and code - middle code) + middle * sum(q). The distance from
+ * the middle code is taken among the integers, where it is exact: with bias * sum(q), two large
+ * terms would cancel. */
 ALWAYS_INLINE void score_block(const nyb_score_tile *tile, const group_of_keys *keys, int rows,
                                int vectors, int64_t first_row, int64_t token) {
   prepared_row q[DOT_ROWS];
-  const int32_t *terms[DOT_ROWS] = {NULL};
-  vi sums[DOT_ROWS][DOT_VECTORS];
+  float steps[DOT_ROWS] = {0};
+  int32_t starts[DOT_ROWS] = {0};
   vf dots[DOT_ROWS][DOT_VECTORS];
   UNROLL
   for (int r = 0; r < rows; r++) {
     q[r] = prepared_row_at(tile->prepared, first_row + r, tile->k.dim, keys->groups);
-    terms[r] = q[r].pairs + keys->group * keys->pair_count;
+    steps[r] = q[r].step[keys->group];
+    starts[r] = q[r].start[keys->group];
   }
-  dot_block(rows, vectors, terms, keys->pairs + token, keys->pair_count, sums);
-  UNROLL
-  for (int r = 0; r < rows; r++) {
-    const vf step = vf_set1(q[r].step[keys->group]);
-    UNROLL
-    for (int v = 0; v < vectors; v++) dots[r][v] = vf_mul(vf_from_vi(sums[r][v]), step);
-  }
+  const int64_t stride = nyb_prepared_bytes(tile->k.dim) / (int64_t)sizeof(int32_t);
+  const int64_t first = keys->group * keys->pair_count;
+  dot_block(rows, vectors, q[0].pairs + first, stride, keys->pairs + token, keys->pair_count,
+            starts, steps, false, dots);
   if (tile->precise) {
     UNROLL
-    for (int r = 0; r < rows; r++) terms[r] = q[r].low_pairs + keys->group * keys->pair_count;
-    dot_block(rows, vectors, terms, keys->pairs + token, keys->pair_count, sums);
-    UNROLL
     for (int r = 0; r < rows; r++) {
-      const vf step = vf_set1(q[r].step[keys->group] / LOW_STEPS);
-      UNROLL
-      for (int v = 0; v < vectors; v++) {
-        dots[r][v] = vf_fma(vf_from_vi(sums[r][v]), step, dots[r][v]);
-      }
+      steps[r] /= LOW_STEPS;
+      starts[r] = q[r].low_start[keys->group];
     }
+    dot_block(rows, vectors, q[0].low_pairs + first, stride, keys->pairs + token, keys->pair_count,
+              starts, steps, true, dots);
   }
   UNROLL
   for (int r = 0; r < rows; r++) {
@@ -222,7 +235,7 @@ ALWAYS_INLINE void score_block(const nyb_score_tile *tile, const group_of_keys *
       float *score = tile->scores + (first_row + r) * NYB_TILE_TOKENS + t;
       const vf before = keys->group == 0 ? vf_zero() : vf_load(score);
       const vf scaled = vf_fma(vf_load(keys->scales + t), dots[r][v], before);
-      vf_store(score, vf_fma(vf_load(keys->biases + t), sum, scaled));
+      vf_store(score, vf_fma(vf_load(keys->middles + t), sum, scaled));
     }
   }
 }
@@ -241,9 +254,17 @@ ALWAYS_INLINE void score_rows(const nyb_score_tile *tile, const group_of_keys *k
 typedef struct score_scratch {
   int32_t pairs[MAX_GROUP / 2 * PAIR_STRIDE];
   uint8_t bytes[VECTOR_LANES * MAX_GROUP];
-  float scales[NYB_TILE_TOKENS], biases[NYB_TILE_TOKENS];
+  group_floats scales, middles;
 } score_scratch;
 _Static_assert(sizeof(score_scratch) <= NYB_TILE_SCRATCH_BYTES, "scores must fit the scratch");
+
+/* The value of a code: scale * code + bias. Takes biases to the values of the middle code. */
+ALWAYS_INLINE void add_middles(const float *scales, int bits, float *biases) {
+  const vf middle_code = vf_set1((float)(1 << (bits - 1)));
+  for (int64_t t = 0; t < NYB_TILE_TOKENS; t += VECTOR_LANES) {
+    vf_store(biases + t, vf_fma(vf_load(scales + t), middle_code, vf_load(biases + t)));
+  }
+}
 
 /* Kept out of line: it does not depend on the width of codes, so all widths share one copy. */
 static __attribute__((noinline)) void score_group(const nyb_score_tile *tile,
@@ -265,20 +286,23 @@ ALWAYS_INLINE void scores_affine(const nyb_score_tile *tile, int bits) {
   score_scratch *scratch = tile->scratch;
   const nyb_tile_tokens *k = &tile->k;
   const int64_t padded_tokens = (k->tokens + VECTOR_LANES - 1) / VECTOR_LANES * VECTOR_LANES;
-  group_of_keys keys = {.pairs = scratch->pairs,
-                        .pair_count = k->group_size / 2,
-                        .groups = k->dim / k->group_size,
-                        .scales = scratch->scales,
-                        .biases = scratch->biases};
-  for (int64_t t = k->tokens; t < padded_tokens; t++) {
-    scratch->scales[t] = scratch->biases[t] = 0;
-  }
+  group_of_keys keys = {
+      .pairs = scratch->pairs, .pair_count = k->group_size / 2, .groups = k->dim / k->group_size};
   for (keys.group = 0; keys.group < keys.groups; keys.group++) {
     transpose_group(k, keys.group, bits, padded_tokens, scratch->pairs, scratch->bytes);
-    gather_group(k->scales, k->scales_stride_bytes, keys.group, k->tokens, k->scale_dtype,
-                 scratch->scales);
-    gather_group(k->biases, k->biases_stride_bytes, keys.group, k->tokens, k->scale_dtype,
-                 scratch->biases);
+    const int64_t in_span = keys.group % MAX_SPAN;
+    if (in_span == 0) {
+      const int64_t left = keys.groups - keys.group, span = left < MAX_SPAN ? left : MAX_SPAN;
+      gather_groups(k->scales, k->scales_stride_bytes, keys.group, span, k->tokens, k->scale_dtype,
+                    scratch->scales);
+      gather_groups(k->biases, k->biases_stride_bytes, keys.group, span, k->tokens, k->scale_dtype,
+                    scratch->middles);
+      for (int64_t i = 0; i < span; i++) {
+        add_middles(scratch->scales[i], bits, scratch->middles[i]);
+      }
+    }
+    keys.scales = scratch->scales[in_span];
+    keys.middles = scratch->middles[in_span];
     score_group(tile, &keys, padded_tokens);
   }
 }

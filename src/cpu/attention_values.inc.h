@@ -6,7 +6,7 @@ enum { MAX_SUM_ROWS = 4, MAX_SUM_VECTORS = 8 };
 typedef struct value_scratch {
   float weights[NYB_TILE_ROWS * NYB_TILE_TOKENS]; /* p * scale of the token's group */
   float bias_sums[NYB_TILE_ROWS];                 /* sum of p * bias */
-  float scales[NYB_TILE_TOKENS], biases[NYB_TILE_TOKENS];
+  group_floats scales, biases;
   float decoded[NYB_TILE_TOKENS * SUM_VECTORS * VECTOR_LANES]; /* a strip of columns */
 } value_scratch;
 _Static_assert(sizeof(value_scratch) <= NYB_TILE_SCRATCH_BYTES, "values must fit the scratch");
@@ -104,8 +104,18 @@ ALWAYS_INLINE void sum_strip(const nyb_value_tile *tile, value_strip strip, int 
 #undef NYB_SUM_ROWS
 }
 
+/* Returns how many groups were there to gather. */
+static int64_t gather_span(const nyb_tile_tokens *v, int64_t group, group_floats scales,
+                           group_floats biases) {
+  const int64_t left = v->dim / v->group_size - group, span = left < MAX_SPAN ? left : MAX_SPAN;
+  gather_groups(v->scales, v->scales_stride_bytes, group, span, v->tokens, v->scale_dtype, scales);
+  gather_groups(v->biases, v->biases_stride_bytes, group, span, v->tokens, v->scale_dtype, biases);
+  return span;
+}
+
 /* weights = p * scale, bias_sums = sum of p * bias, for one group. */
-ALWAYS_INLINE void weigh_group(const nyb_value_tile *tile, value_scratch *scratch) {
+ALWAYS_INLINE void weigh_group(const nyb_value_tile *tile, const float *scales, const float *biases,
+                               value_scratch *scratch) {
   const int64_t tokens = tile->v.tokens;
   for (int64_t row = 0; row < tile->rows; row++) {
     const float *p = tile->weights + row * NYB_TILE_TOKENS;
@@ -113,18 +123,10 @@ ALWAYS_INLINE void weigh_group(const nyb_value_tile *tile, value_scratch *scratc
     vf sum = vf_zero();
     for (int64_t t = 0; t < tokens; t += VECTOR_LANES) {
       const vf probability = vf_load(p + t);
-      vf_store(weights + t, vf_mul(probability, vf_load(scratch->scales + t)));
-      sum = vf_fma(probability, vf_load(scratch->biases + t), sum);
+      vf_store(weights + t, vf_mul(probability, vf_load(scales + t)));
+      sum = vf_fma(probability, vf_load(biases + t), sum);
     }
     scratch->bias_sums[row] = vf_reduce_add(sum);
-  }
-}
-
-static void gather_scales(const nyb_tile_tokens *v, int64_t group, float *scales, float *biases) {
-  gather_group(v->scales, v->scales_stride_bytes, group, v->tokens, v->scale_dtype, scales);
-  gather_group(v->biases, v->biases_stride_bytes, group, v->tokens, v->scale_dtype, biases);
-  for (int64_t t = v->tokens; t < NYB_TILE_TOKENS; t++) {
-    scales[t] = biases[t] = 0; /* p is 0 there, and 0 * garbage may not be */
   }
 }
 
@@ -134,8 +136,9 @@ ALWAYS_INLINE void values_affine_precise(const nyb_value_tile *tile, int bits) {
   value_strip strip = {
       .rows = v->codes, .stride_bytes = v->codes_stride_bytes, .dim = v->dim, .tokens = v->tokens};
   for (int64_t group = 0; group < v->dim / v->group_size; group++) {
-    gather_scales(v, group, scratch->scales, scratch->biases);
-    weigh_group(tile, scratch);
+    const int64_t in_span = group % MAX_SPAN;
+    if (in_span == 0) gather_span(v, group, scratch->scales, scratch->biases);
+    weigh_group(tile, scratch->scales[in_span], scratch->biases[in_span], scratch);
     const int64_t first = group * v->group_size;
     for (strip.element = first; strip.element < first + v->group_size;
          strip.element += SUM_VECTORS * VECTOR_LANES) {
@@ -151,78 +154,135 @@ ALWAYS_INLINE void values_affine_precise(const nyb_value_tile *tile, int bits) {
  * dots, whose sums are exact. What rounding took from the sum of p*scale is put back at the middle
  * code, so that only the codes' distance from the middle meets the rounding error.
  *
- * A code vector comes from the words of two tokens: the low halves of their words side by side in a
- * lane, or the high halves, shifted and masked. Lane l of word vector k holds elements of word
- * k*WORD_LANES + l; `columns` undoes that order once, at the end. */
+ * A code vector comes from the words of two tokens: their 16-bit halves interleaved, which takes
+ * two vectors, low and high, and there shifted and masked. Where a group fills whole vectors of
+ * words, both belong to it; where it fills half a vector, two groups are loaded at once so that low
+ * holds the one and high the other. `columns` undoes the order of the elements once, at the end. */
 
-enum { PAIRS = NYB_TILE_TOKENS / 2, WORDS_STRIP = 2 };
+enum { PAIRS = NYB_TILE_TOKENS / 2 };
+
+/* The weights of one group. */
+typedef struct group_weights {
+  int32_t pairs[NYB_TILE_ROWS * PAIRS]; /* two 16-bit weights each */
+  float units[NYB_TILE_ROWS];           /* value of 1 in pairs */
+  float rests[NYB_TILE_ROWS];           /* what is added beside the dots */
+} group_weights;
 
 typedef struct word_scratch {
-  int32_t weights[NYB_TILE_ROWS * PAIRS]; /* two 16-bit weights each */
-  float units[NYB_TILE_ROWS];             /* value of 1 in weights */
-  float rest_sums[NYB_TILE_ROWS];         /* what is added beside the dots */
-  float scales[NYB_TILE_TOKENS], biases[NYB_TILE_TOKENS];
+  group_weights weights[MAX_SPAN];
+  group_floats scales, biases;
   int32_t decoded[PAIRS * WORDS_STRIP * WORD_LANES];
-  uint8_t bytes[NYB_TILE_TOKENS * MAX_GROUP]; /* codes of one group, where they do not fill words */
+  uint8_t bytes[NYB_TILE_TOKENS * MAX_GROUP]; /* codes that do not fill words or vectors */
 } word_scratch;
 _Static_assert(sizeof(word_scratch) <= NYB_TILE_SCRATCH_BYTES, "values must fit the scratch");
 
-/* Whether a group's words are used as stored; else its codes are unpacked to bytes first. */
+/* How the codes of a group stand in vectors of words. */
+typedef struct word_layout {
+  int bits;   /* 4 or 8 */
+  bool split; /* a vector holds two groups */
+} word_layout;
+
 ALWAYS_INLINE bool words_as_stored(int bits, int64_t group_size) {
-  return (bits == 2 || bits == 4 || bits == 8) && group_size * bits / 32 % WORD_LANES == 0;
+  const int64_t words = group_size * bits / 32;
+  return (bits == 4 || bits == 8) && (words % WORD_LANES == 0 || words * 2 == WORD_LANES);
 }
 
-ALWAYS_INLINE void weigh_row(const float *p, const word_scratch *scratch, float middle,
-                             int32_t *weights, float *unit_out, float *rest_out) {
-  vf largest = vf_zero(), sum = vf_zero(), bias_sum = vf_zero();
-  vf product[NYB_TILE_TOKENS / VECTOR_LANES];
+/* Codes that cannot be used as stored are unpacked to bytes. */
+ALWAYS_INLINE word_layout layout_of(int bits, int64_t group_size) {
+  word_layout layout = {.bits = words_as_stored(bits, group_size) ? bits : 8};
+  layout.split = group_size * layout.bits / 32 < WORD_LANES;
+  return layout;
+}
+
+/* What the weights of a few rows are made from. */
+enum { WEIGH_ROWS = 8 };
+typedef struct row_products {
+  float products[WEIGH_ROWS][NYB_TILE_TOKENS]; /* p * scale */
+  float largest[WEIGH_ROWS], sums[WEIGH_ROWS], bias_sums[WEIGH_ROWS];
+} row_products;
+
+ALWAYS_INLINE void multiply_row(const float *p, const float *scales, const float *biases, int64_t r,
+                                row_products *to) {
+  enum { VECTORS = NYB_TILE_TOKENS / VECTOR_LANES, CHAINS = 2 };
+  vf largest[CHAINS], sum[CHAINS], bias_sum[CHAINS];
   UNROLL
-  for (int i = 0; i < NYB_TILE_TOKENS / VECTOR_LANES; i++) {
+  for (int i = 0; i < VECTORS; i++) {
     const vf probability = vf_load(p + i * VECTOR_LANES);
-    product[i] = vf_mul(probability, vf_load(scratch->scales + i * VECTOR_LANES));
-    largest = vf_max(vf_abs(product[i]), largest);
-    sum = vf_add(sum, product[i]);
-    bias_sum = vf_fma(probability, vf_load(scratch->biases + i * VECTOR_LANES), bias_sum);
+    const vf bias = vf_load(biases + i * VECTOR_LANES);
+    const int chain = i % CHAINS;
+    const vf product = vf_mul(probability, vf_load(scales + i * VECTOR_LANES));
+    vf_store(to->products[r] + i * VECTOR_LANES, product);
+    const vf size = vf_abs(product);
+    largest[chain] = i < CHAINS ? size : vf_max(size, largest[chain]);
+    sum[chain] = i < CHAINS ? product : vf_add(sum[chain], product);
+    bias_sum[chain] =
+        i < CHAINS ? vf_mul(probability, bias) : vf_fma(probability, bias, bias_sum[chain]);
   }
-  const float limit = vf_reduce_max(largest);
-  /* Weights too small for 32767/limit to be finite count as 0: none is above 2^-110. */
-  const float inverse = limit > 0x1p-110f ? 32767.0f / limit : 0;
-  const float unit = limit / 32767.0f;
-  vi code_sum = vi_zero();
+  to->largest[r] = vf_reduce_max(vf_max(largest[0], largest[1]));
+  to->sums[r] = vf_reduce_add(vf_add(sum[0], sum[1]));
+  to->bias_sums[r] = vf_reduce_add(vf_add(bias_sum[0], bias_sum[1]));
+}
+
+/* Returns the sum of the codes. */
+ALWAYS_INLINE float round_row(const float *products, float inverse, int32_t *pairs) {
+  vi sum = vi_zero();
   UNROLL
   for (int i = 0; i < PAIRS / VECTOR_LANES; i++) {
-    const vi low = vi_from_vf(vf_mul(product[i], vf_set1(inverse)));
-    const vi high = vi_from_vf(vf_mul(product[i + PAIRS / VECTOR_LANES], vf_set1(inverse)));
-    code_sum = vi_add(code_sum, vi_add(low, high));
-    vi_store(weights + i * VECTOR_LANES, vi_join_halves(low, high));
+    const float *low_products = products + i * VECTOR_LANES;
+    const vi low = vi_from_vf(vf_mul(vf_load(low_products), vf_set1(inverse)));
+    const vi high = vi_from_vf(vf_mul(vf_load(low_products + PAIRS), vf_set1(inverse)));
+    sum = vi_add(sum, vi_add(low, high));
+    vi_store(pairs + i * VECTOR_LANES, vi_join_halves(low, high));
   }
-  /* A scale or p that is not finite makes the sum so, and with it the row. */
-  const float total = vf_reduce_add(sum);
-  const float rounded = unit * vf_reduce_add(vf_from_vi(code_sum));
-  *unit_out = unit;
-  *rest_out = vf_reduce_add(bias_sum) + middle * (total - rounded);
+  return vf_reduce_add(vf_from_vi(sum));
 }
 
-/* Where a strip of WORDS_STRIP code vectors comes from. */
-typedef struct word_strip {
-  const char *words; /* the first token's word vector */
+/* In passes over a few rows: within one row each step waits for all of the step before. */
+static void weigh_rows(const nyb_value_tile *tile, const float *scales, const float *biases,
+                       float middle, group_weights *weights) {
+  row_products made;
+  for (int64_t first = 0; first < tile->rows; first += WEIGH_ROWS) {
+    const int64_t rows = tile->rows - first < WEIGH_ROWS ? tile->rows - first : WEIGH_ROWS;
+    float inverse[WEIGH_ROWS];
+    for (int64_t r = 0; r < rows; r++) {
+      multiply_row(tile->weights + (first + r) * NYB_TILE_TOKENS, scales, biases, r, &made);
+    }
+    for (int64_t r = 0; r < rows; r++) {
+      /* Weights too small for 32767/largest to be finite count as 0: none is above 2^-110. */
+      inverse[r] = made.largest[r] > 0x1p-110f ? 32767.0f / made.largest[r] : 0;
+      weights->units[first + r] = made.largest[r] / 32767.0f;
+    }
+    for (int64_t r = 0; r < rows; r++) {
+      const float sum =
+          round_row(made.products[r], inverse[r], weights->pairs + (first + r) * PAIRS);
+      /* A scale or p that is not finite makes its sum so, and with it the row. */
+      const float lost = made.sums[r] - weights->units[first + r] * sum;
+      weights->rests[first + r] = made.bias_sums[r] + middle * lost;
+    }
+  }
+}
+
+/* Where a vector of words comes from. */
+typedef struct word_column {
+  const char *words; /* of the first token */
   int64_t stride_bytes;
   int64_t tokens;
-} word_strip;
+} word_column;
 
-/* Which codes of a word a strip holds: fields first, first + 1, ... of `bits` bits of its low or
- * high half. All constants where it is used. */
-#define WORD_FIELDS int bits, bool high_half, int first_field
+/* A strip is WORDS_STRIP code vectors of one word vector, or the fewer that a group has of it. They
+ * are numbered low halves first, then high halves, by field within those. Constants, all of it. */
+#define STRIP_ARGUMENTS int bits, bool split, int first, int count
 
-ALWAYS_INLINE void load_strip(const word_strip *strip, int64_t pair, WORD_FIELDS, wi *codes) {
-  const char *low = strip->words + pair * strip->stride_bytes;
-  /* Without a partner the token is paired with itself; the partner's weight is 0. */
-  const char *high = pair + PAIRS < strip->tokens ? low + PAIRS * strip->stride_bytes : low;
-  const wi both = high_half ? wi_high_halves(wi_load(low), wi_load(high))
-                            : wi_low_halves(wi_load(low), wi_load(high));
+/* partner_bytes: from the token to the one 32 later, or 0 for a token without: then it is paired
+ * with itself, and the partner's weight is 0. */
+ALWAYS_INLINE void cut_strip(const char *words, int64_t partner_bytes, STRIP_ARGUMENTS, wi *codes) {
+  const int fields = 16 / bits;
+  const wi a = split ? wi_load_split(words) : wi_load(words);
+  const wi b = split ? wi_load_split(words + partner_bytes) : wi_load(words + partner_bytes);
   UNROLL
-  for (int v = 0; v < WORDS_STRIP; v++) {
-    const int field = first_field + v;
+  for (int v = 0; v < count; v++) {
+    const int field = (first + v) % fields;
+    const wi both = (first + v) / fields == 0 ? wi_interleave_low(a, b) : wi_interleave_high(a, b);
     codes[v] = field == 0 ? both : wi_shift_right_halves(both, field * bits);
     if ((field + 1) * bits != 16) {
       codes[v] = wi_and(codes[v], wi_set1((int32_t)(((1u << bits) - 1) * 0x10001u)));
@@ -232,96 +292,174 @@ ALWAYS_INLINE void load_strip(const word_strip *strip, int64_t pair, WORD_FIELDS
 
 /* out[r] += unit[r] * dots over the tile's pairs + rest[r]. decoded: the strip's code vectors, or
  * NULL to cut them from the words. */
-ALWAYS_INLINE void dot_words(int rows, const word_strip *strip, WORD_FIELDS, const int32_t *decoded,
-                             const int32_t *weights, const float *units, const float *rests,
+ALWAYS_INLINE void dot_words(int rows, const word_column *column, STRIP_ARGUMENTS,
+                             const int32_t *decoded, const group_weights *group, int64_t first_row,
                              float *out, int64_t out_stride) {
-  const int64_t pairs = strip->tokens < PAIRS ? strip->tokens : PAIRS;
+  const int32_t *weights = group->pairs + first_row * PAIRS;
   wi sums[MAX_SUM_ROWS][WORDS_STRIP];
   UNROLL
-  for (int v = 0; v < WORDS_STRIP; v++) {
+  for (int r = 0; r < rows; r++) {
     UNROLL
-    for (int r = 0; r < rows; r++) sums[r][v] = wi_zero();
+    for (int v = 0; v < count; v++) sums[r][v] = wi_zero();
   }
-  for (int64_t pair = 0; pair < pairs; pair++) {
-    wi codes[WORDS_STRIP];
-    if (decoded != NULL) {
-      UNROLL
-      for (int v = 0; v < WORDS_STRIP; v++) {
-        codes[v] = wi_load((const char *)(decoded + (pair * WORDS_STRIP + v) * WORD_LANES));
+  const int64_t tokens = column->tokens, stride = column->stride_bytes;
+  const int64_t with_partner = tokens > PAIRS ? tokens - PAIRS : 0;
+  const char *words = column->words;
+  int64_t partner_bytes = PAIRS * stride;
+  int64_t pair = 0, end = with_partner;
+  for (int part = 0; part < 2; part++) {
+    for (; pair < end; pair++) {
+      wi codes[WORDS_STRIP];
+      if (decoded != NULL) {
+        UNROLL
+        for (int v = 0; v < count; v++) {
+          codes[v] = wi_load((const char *)(decoded + (pair * count + v) * WORD_LANES));
+        }
+      } else {
+        cut_strip(words, partner_bytes, bits, split, first, count, codes);
+        words += stride;
       }
-    } else {
-      load_strip(strip, pair, bits, high_half, first_field, codes);
-    }
-    UNROLL
-    for (int r = 0; r < rows; r++) {
-      const wi weight = wi_set1(weights[r * PAIRS + pair]);
       UNROLL
-      for (int v = 0; v < WORDS_STRIP; v++) sums[r][v] = wi_dot16(sums[r][v], codes[v], weight);
+      for (int r = 0; r < rows; r++) {
+        const wi weight = wi_set1(weights[r * PAIRS + pair]);
+        UNROLL
+        for (int v = 0; v < count; v++) sums[r][v] = wi_dot16(sums[r][v], codes[v], weight);
+      }
     }
+    end = tokens < PAIRS ? tokens : PAIRS;
+    partner_bytes = 0;
   }
   UNROLL
   for (int r = 0; r < rows; r++) {
     UNROLL
-    for (int v = 0; v < WORDS_STRIP; v++) {
-      wi_add_scaled(out + r * out_stride + v * WORD_LANES, sums[r][v], units[r], rests[r]);
+    for (int v = 0; v < count; v++) {
+      wi_add_scaled(out + r * out_stride + v * WORD_LANES, sums[r][v], group->units[first_row + r],
+                    group->rests[first_row + r]);
     }
   }
+}
+
+ALWAYS_INLINE void decode_strip(const word_column *column, STRIP_ARGUMENTS, int32_t *to) {
+  const int64_t pairs = column->tokens < PAIRS ? column->tokens : PAIRS;
+  const char *words = column->words;
+  for (int64_t pair = 0; pair < pairs; pair++, words += column->stride_bytes) {
+    wi codes[WORDS_STRIP];
+    const bool alone = pair + PAIRS >= column->tokens;
+    cut_strip(words, alone ? 0 : PAIRS * column->stride_bytes, bits, split, first, count, codes);
+    UNROLL
+    for (int v = 0; v < count; v++, to += WORD_LANES) wi_store(to, codes[v]);
+  }
+}
+
+#define FOR_BLOCKS_OF_ROWS(all_rows, DOT)                                            \
+  do {                                                                               \
+    int64_t row = 0;                                                                 \
+    for (; row + MAX_SUM_ROWS <= (all_rows); row += MAX_SUM_ROWS) DOT(MAX_SUM_ROWS); \
+    switch ((all_rows)-row) {                                                        \
+      case 3: DOT(3); break;                                                         \
+      case 2: DOT(2); break;                                                         \
+      case 1: DOT(1); break;                                                         \
+      default: break;                                                                \
+    }                                                                                \
+  } while (0)
+
+/* Kept out of line, like dot_groups_*: one copy for all widths. */
+static __attribute__((noinline)) void dot_decoded(int64_t rows, int64_t tokens, int count,
+                                                  const int32_t *decoded,
+                                                  const group_weights *group, float *out,
+                                                  int64_t out_stride) {
+  const word_column column = {.tokens = tokens};
+#define DOT(n)                                                                             \
+  dot_words(n, &column, 8, false, 0, vectors, decoded, group, row, out + row * out_stride, \
+            out_stride)
+  if (count == WORDS_STRIP) {
+    enum { vectors = WORDS_STRIP };
+    FOR_BLOCKS_OF_ROWS(rows, DOT);
+  } else {
+    enum { vectors = WORDS_STRIP / 2 };
+    FOR_BLOCKS_OF_ROWS(rows, DOT);
+  }
+#undef DOT
 }
 
 /* All rows of the block over one strip. With many rows it is decoded once into scratch. */
-ALWAYS_INLINE void dot_strip(const nyb_value_tile *tile, const word_strip *strip, WORD_FIELDS,
-                             word_scratch *scratch, float *out) {
+ALWAYS_INLINE void dot_strip(const nyb_value_tile *tile, const word_column *column, STRIP_ARGUMENTS,
+                             const group_weights *group, int32_t *decoded, float *out) {
   const int64_t out_stride = nyb_padded_dim(tile->v.dim);
-  const bool decode = tile->rows > MAX_SUM_ROWS;
-  if (decode) {
-    const int64_t pairs = strip->tokens < PAIRS ? strip->tokens : PAIRS;
-    wi codes[WORDS_STRIP];
-    int32_t *to = scratch->decoded;
-    for (int64_t pair = 0; pair < pairs; pair++) {
-      load_strip(strip, pair, bits, high_half, first_field, codes);
-      UNROLL
-      for (int v = 0; v < WORDS_STRIP; v++, to += WORD_LANES) wi_store(to, codes[v]);
-    }
+  if (tile->rows > MAX_SUM_ROWS) {
+    decode_strip(column, bits, split, first, count, decoded);
+    dot_decoded(tile->rows, column->tokens, count, decoded, group, out, out_stride);
+    return;
   }
-  int64_t row = 0;
-#define NYB_DOT_ROWS(count)                                                                   \
-  do {                                                                                        \
-    const int32_t *w = scratch->weights + row * PAIRS;                                        \
-    const float *u = scratch->units + row, *rest = scratch->rest_sums + row;                  \
-    float *o = out + row * out_stride;                                                        \
-    if (decode) {                                                                             \
-      dot_words(count, strip, bits, high_half, first_field, scratch->decoded, w, u, rest, o,  \
-                out_stride);                                                                  \
-    } else {                                                                                  \
-      dot_words(count, strip, bits, high_half, first_field, NULL, w, u, rest, o, out_stride); \
-    }                                                                                         \
-  } while (0)
-  for (; row + MAX_SUM_ROWS <= tile->rows; row += MAX_SUM_ROWS) NYB_DOT_ROWS(MAX_SUM_ROWS);
-  switch (tile->rows - row) {
-    case 3: NYB_DOT_ROWS(3); break;
-    case 2: NYB_DOT_ROWS(2); break;
-    case 1: NYB_DOT_ROWS(1); break;
+#define DOT(n) dot_words(n, column, bits, split, first, count, NULL, group, row, out, out_stride)
+  const int64_t row = 0;
+  switch (tile->rows) {
+    case 4: DOT(4); break;
+    case 3: DOT(3); break;
+    case 2: DOT(2); break;
+    case 1: DOT(1); break;
     default: break;
   }
-#undef NYB_DOT_ROWS
+#undef DOT
 }
 
-/* One group whose codes of `bits` bits fill word vectors. */
-ALWAYS_INLINE void dot_group(const nyb_value_tile *tile, const char *words, int64_t stride_bytes,
-                             int bits, word_scratch *scratch, float *out) {
-  const int64_t word_vectors = tile->v.group_size * bits / 32 / WORD_LANES;
-  word_strip strip = {.stride_bytes = stride_bytes, .tokens = tile->v.tokens};
-  for (int64_t k = 0; k < word_vectors; k++) {
-    strip.words = words + k * WORD_LANES * 4;
+/* One group that fills whole vectors of words. */
+ALWAYS_INLINE void dot_group(const nyb_value_tile *tile, word_column column, int bits,
+                             const group_weights *weights, int32_t *decoded, float *out) {
+  const int64_t vectors = tile->v.group_size * bits / 32 / WORD_LANES;
+  for (int64_t k = 0; k < vectors; k++, column.words += WORD_LANES * 4) {
     UNROLL
-    for (int half = 0; half < 2; half++) {
-      UNROLL
-      for (int field = 0; field < 16 / bits; field += WORDS_STRIP) {
-        dot_strip(tile, &strip, bits, half == 1, field, scratch, out);
-        out += WORDS_STRIP * WORD_LANES;
-      }
+    for (int first = 0; first < 32 / bits; first += WORDS_STRIP, out += WORDS_STRIP * WORD_LANES) {
+      dot_strip(tile, &column, bits, false, first, WORDS_STRIP, weights, decoded, out);
     }
   }
+}
+
+/* Two groups that share a vector of words; or the first of them alone. */
+ALWAYS_INLINE void dot_split_groups(const nyb_value_tile *tile, word_column column, int bits,
+                                    int64_t groups, const group_weights *weights, int32_t *decoded,
+                                    float *out) {
+  const int fields = 16 / bits;
+  const int count = fields < WORDS_STRIP ? fields : WORDS_STRIP;
+  UNROLL
+  for (int first = 0; first < 2 * fields; first += count, out += count * WORD_LANES) {
+    if (first / fields >= groups) break;
+    dot_strip(tile, &column, bits, true, first, count, weights + first / fields, decoded, out);
+  }
+}
+
+#define DEFINE_DOT_GROUPS(bits)                                            \
+  static __attribute__((noinline)) void dot_groups_##bits(                 \
+      const nyb_value_tile *tile, word_column column, int64_t groups,      \
+      const group_weights *weights, int32_t *decoded, float *out) {        \
+    if (layout_of(bits, tile->v.group_size).split) {                       \
+      dot_split_groups(tile, column, bits, groups, weights, decoded, out); \
+    } else {                                                               \
+      dot_group(tile, column, bits, weights, decoded, out);                \
+    }                                                                      \
+  }
+DEFINE_DOT_GROUPS(4)
+DEFINE_DOT_GROUPS(8)
+
+/* The words of `groups` groups from `group` on: as stored, or laid out in scratch. */
+ALWAYS_INLINE word_column column_of(const nyb_tile_tokens *v, int bits, word_layout layout,
+                                    int64_t group, int64_t groups, word_scratch *scratch) {
+  const int64_t element = group * v->group_size, count = groups * v->group_size;
+  word_column column = {.words = v->codes + element * bits / 8,
+                        .stride_bytes = v->codes_stride_bytes,
+                        .tokens = v->tokens};
+  if (layout.bits == bits && (!layout.split || groups == MAX_SPAN)) return column;
+  for (int64_t t = 0; t < v->tokens; t++) {
+    uint8_t *to = scratch->bytes + t * MAX_GROUP;
+    if (layout.bits != bits) {
+      unpack_codes(v->codes + t * v->codes_stride_bytes, element, count, bits, to);
+    } else { /* a group alone: a whole vector would reach past it */
+      memcpy(to, column.words + t * v->codes_stride_bytes, (size_t)(count * bits / 8));
+    }
+  }
+  column.words = (const char *)scratch->bytes;
+  column.stride_bytes = MAX_GROUP;
+  return column;
 }
 
 ALWAYS_INLINE void values_affine(const nyb_value_tile *tile, int bits) {
@@ -331,42 +469,50 @@ ALWAYS_INLINE void values_affine(const nyb_value_tile *tile, int bits) {
   }
   word_scratch *scratch = tile->scratch;
   const nyb_tile_tokens *v = &tile->v;
+  const word_layout layout = layout_of(bits, v->group_size);
   const float middle = (float)((1 << bits) - 1) / 2;
-  for (int64_t group = 0; group < v->dim / v->group_size; group++) {
-    const int64_t first = group * v->group_size;
-    gather_scales(v, group, scratch->scales, scratch->biases);
-    for (int64_t row = 0; row < tile->rows; row++) {
-      weigh_row(tile->weights + row * NYB_TILE_TOKENS, scratch, middle,
-                scratch->weights + row * PAIRS, scratch->units + row, scratch->rest_sums + row);
+  for (int64_t group = 0; group < v->dim / v->group_size; group += MAX_SPAN) {
+    const int64_t span = gather_span(v, group, scratch->scales, scratch->biases);
+    for (int64_t i = 0; i < span; i++) {
+      weigh_rows(tile, scratch->scales[i], scratch->biases[i], middle, scratch->weights + i);
     }
-    if (words_as_stored(bits, v->group_size)) {
-      /* The constant spares widths that straddle words from being compiled for them. */
-      const int stored_bits = bits == 2 || bits == 4 ? bits : 8;
-      dot_group(tile, v->codes + first * bits / 8, v->codes_stride_bytes, stored_bits, scratch,
-                tile->out + first);
-    } else {
-      for (int64_t t = 0; t < v->tokens; t++) {
-        unpack_codes(v->codes + t * v->codes_stride_bytes, first, v->group_size, bits,
-                     scratch->bytes + t * MAX_GROUP);
+    const int64_t step = layout.split ? span : 1;
+    for (int64_t i = 0; i < span; i += step) {
+      const word_column column = column_of(v, bits, layout, group + i, step, scratch);
+      float *out = tile->out + (group + i) * v->group_size;
+      if (bits == 4 && layout.bits == 4) {
+        dot_groups_4(tile, column, step, scratch->weights + i, scratch->decoded, out);
+      } else {
+        dot_groups_8(tile, column, step, scratch->weights + i, scratch->decoded, out);
       }
-      dot_group(tile, (const char *)scratch->bytes, MAX_GROUP, 8, scratch, tile->out + first);
     }
   }
 }
 
-ALWAYS_INLINE void columns_affine(const nyb_value_columns *columns, int stored_bits) {
+/* The element, counted from its group's first, whose sum stands in this column of the group. */
+ALWAYS_INLINE int64_t element_of_column(int64_t column, int bits, word_layout layout,
+                                        int64_t group_size) {
+  const int fields = 16 / layout.bits;
+  const int64_t vector = column / WORD_LANES;
+  const int lane = (int)(column % WORD_LANES), field = (int)(vector % fields);
+  const int64_t half = layout.split ? lane
+                                    : vector / (2 * fields) * 2 * WORD_LANES +
+                                          interleaved_half(vector / fields % 2 == 1, lane);
+  const int64_t code = half * fields + field;
+  return layout.bits == bits ? code : unpacked_element(code, bits, group_size);
+}
+
+ALWAYS_INLINE void columns_affine(const nyb_value_columns *columns, int bits) {
   if (columns->precise) {
     memcpy(columns->to, columns->from, (size_t)columns->dim * sizeof(float));
     return;
   }
-  const int bits = words_as_stored(stored_bits, columns->group_size) ? stored_bits : 8;
-  const int per_word = 32 / bits;
-  const float *from = columns->from;
-  for (int64_t word = 0; word < columns->dim / per_word; word += WORD_LANES) {
-    for (int i = 0; i < per_word; i++) {
-      for (int lane = 0; lane < WORD_LANES; lane++) {
-        columns->to[(word + lane) * per_word + i] = *from++;
-      }
+  const int64_t group_size = columns->group_size;
+  const word_layout layout = layout_of(bits, group_size);
+  for (int64_t group = 0; group < columns->dim; group += group_size) {
+    for (int64_t i = 0; i < group_size; i++) {
+      columns->to[group + element_of_column(i, bits, layout, group_size)] =
+          columns->from[group + i];
     }
   }
 }

@@ -5,6 +5,7 @@
 #define NYB_SIMD_AVX2_H
 
 #include <immintrin.h>
+#include <stdbool.h>
 
 #include "../numeric.h"
 
@@ -62,6 +63,17 @@ static inline vf vf_load_f16(const uint16_t *p) {
   return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
 }
 
+static inline vf vf_low_bf16(vi a) { return _mm256_castsi256_ps(_mm256_slli_epi32(a, 16)); }
+static inline vf vf_high_bf16(vi a) {
+  return _mm256_castsi256_ps(_mm256_and_si256(a, _mm256_set1_epi32(-65536)));
+}
+static inline vf vf_high_f16(vi a) {
+  const vi halves = _mm256_srli_epi32(a, 16);
+  const vi packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(halves, halves), 0xd8);
+  return _mm256_cvtph_ps(_mm256_castsi256_si128(packed));
+}
+static inline vf vf_low_f16(vi a) { return vf_high_f16(_mm256_slli_epi32(a, 16)); }
+
 static inline vi lanes_below(int64_t n) {
   const vi lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
   return _mm256_cmpgt_epi32(_mm256_set1_epi32((int32_t)(n > 8 ? 8 : n)), lane);
@@ -97,7 +109,7 @@ static inline vi vi_join_halves(vi low, vi high) {
   return _mm256_blend_epi16(low, _mm256_slli_epi32(high, 16), 0xaa);
 }
 
-enum { WORD_LANES = 8 };
+enum { WORD_LANES = 8, WORDS_STRIP = 2 };
 typedef __m256i wi;
 static inline wi wi_zero(void) { return _mm256_setzero_si256(); }
 static inline wi wi_set1(int32_t x) { return _mm256_set1_epi32(x); }
@@ -107,12 +119,12 @@ static inline wi wi_load(const char *p) {
 static inline void wi_store(int32_t *p, wi x) { _mm256_storeu_si256((__m256i *)(void *)p, x); }
 static inline wi wi_and(wi a, wi b) { return _mm256_and_si256(a, b); }
 static inline wi wi_shift_right_halves(wi a, int bits) { return _mm256_srli_epi16(a, bits); }
-static inline wi wi_low_halves(wi a, wi b) {
-  return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+static inline wi wi_interleave_low(wi a, wi b) { return _mm256_unpacklo_epi16(a, b); }
+static inline wi wi_interleave_high(wi a, wi b) { return _mm256_unpackhi_epi16(a, b); }
+static inline int interleaved_half(bool high, int lane) {
+  return lane / 4 * 8 + high * 4 + lane % 4;
 }
-static inline wi wi_high_halves(wi a, wi b) {
-  return _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa);
-}
+static inline wi wi_load_split(const char *p) { return _mm256_permute4x64_epi64(wi_load(p), 0xd8); }
 static inline wi wi_dot16(wi acc, wi a, wi b) {
   return _mm256_add_epi32(acc, _mm256_madd_epi16(a, b));
 }
@@ -204,6 +216,10 @@ static inline void unpack_codes(const char *row, int64_t element, int64_t count,
         _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
     _mm_storeu_si128((__m128i *)(void *)(codes + i), packed);
   }
+}
+static inline int64_t unpacked_element(int64_t i, int bits, int64_t group_size) {
+  (void)bits, (void)group_size;
+  return i;
 }
 
 #endif

@@ -5,6 +5,7 @@
 #define NYB_SIMD_AVX512_H
 
 #include <immintrin.h>
+#include <stdbool.h>
 
 #include "../numeric.h"
 
@@ -48,6 +49,13 @@ static inline vf vf_load_f16(const uint16_t *p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
 }
 
+static inline vf vf_low_bf16(vi a) { return _mm512_castsi512_ps(_mm512_slli_epi32(a, 16)); }
+static inline vf vf_high_bf16(vi a) {
+  return _mm512_castsi512_ps(_mm512_and_si512(a, _mm512_set1_epi32(-65536)));
+}
+static inline vf vf_low_f16(vi a) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(a)); }
+static inline vf vf_high_f16(vi a) { return vf_low_f16(_mm512_srli_epi32(a, 16)); }
+
 static inline __mmask16 lanes_below(int64_t n) {
   if (n <= 0) return 0;
   return (__mmask16)(n >= 16 ? 0xffffu : (1u << n) - 1);
@@ -78,28 +86,29 @@ static inline vi vi_join_halves(vi low, vi high) {
   return _mm512_mask_blend_epi16(0xaaaaaaaau, low, _mm512_slli_epi32(high, 16));
 }
 
-/* 256 bits wide: the words of a group of 64 codes of 4 bits. */
-enum { WORD_LANES = 8 };
-typedef __m256i wi;
-static inline wi wi_zero(void) { return _mm256_setzero_si256(); }
-static inline wi wi_set1(int32_t x) { return _mm256_set1_epi32(x); }
-static inline wi wi_load(const char *p) {
-  return _mm256_loadu_si256((const __m256i *)(const void *)p);
+enum { WORD_LANES = 16, WORDS_STRIP = 4 };
+typedef __m512i wi;
+static inline wi wi_zero(void) { return _mm512_setzero_si512(); }
+static inline wi wi_set1(int32_t x) { return _mm512_set1_epi32(x); }
+static inline wi wi_load(const char *p) { return _mm512_loadu_si512(p); }
+static inline void wi_store(int32_t *p, wi x) { _mm512_storeu_si512(p, x); }
+static inline wi wi_and(wi a, wi b) { return _mm512_and_si512(a, b); }
+static inline wi wi_shift_right_halves(wi a, int bits) {
+  return _mm512_srli_epi16(a, (unsigned)bits);
 }
-static inline void wi_store(int32_t *p, wi x) { _mm256_storeu_si256((__m256i *)(void *)p, x); }
-static inline wi wi_and(wi a, wi b) { return _mm256_and_si256(a, b); }
-static inline wi wi_shift_right_halves(wi a, int bits) { return _mm256_srli_epi16(a, bits); }
-static inline wi wi_low_halves(wi a, wi b) {
-  return _mm256_blend_epi16(a, _mm256_slli_epi32(b, 16), 0xaa);
+static inline wi wi_interleave_low(wi a, wi b) { return _mm512_unpacklo_epi16(a, b); }
+static inline wi wi_interleave_high(wi a, wi b) { return _mm512_unpackhi_epi16(a, b); }
+static inline int interleaved_half(bool high, int lane) {
+  return lane / 4 * 8 + high * 4 + lane % 4;
 }
-static inline wi wi_high_halves(wi a, wi b) {
-  return _mm256_blend_epi16(_mm256_srli_epi32(a, 16), b, 0xaa);
+static inline wi wi_load_split(const char *p) {
+  return _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7), wi_load(p));
 }
-static inline wi wi_dot16(wi acc, wi a, wi b) { return _mm256_dpwssd_epi32(acc, a, b); }
+static inline wi wi_dot16(wi acc, wi a, wi b) { return _mm512_dpwssd_epi32(acc, a, b); }
 static inline void wi_add_scaled(float *out, wi dots, float unit, float rest) {
-  const __m256 scaled =
-      _mm256_fmadd_ps(_mm256_cvtepi32_ps(dots), _mm256_set1_ps(unit), _mm256_set1_ps(rest));
-  _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), scaled));
+  const __m512 scaled =
+      _mm512_fmadd_ps(_mm512_cvtepi32_ps(dots), _mm512_set1_ps(unit), _mm512_set1_ps(rest));
+  _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), scaled));
 }
 
 static inline void load_words_transposed(const char *const *rows, int64_t first_word, int64_t count,
@@ -190,6 +199,10 @@ static inline void unpack_codes(const char *row, int64_t element, int64_t count,
     const __m128i packed = _mm512_cvtepi32_epi8(decode_codes_int(row, element + i, bits));
     _mm_storeu_si128((__m128i *)(void *)(codes + i), packed);
   }
+}
+static inline int64_t unpacked_element(int64_t i, int bits, int64_t group_size) {
+  (void)bits, (void)group_size;
+  return i;
 }
 
 #endif

@@ -5,6 +5,7 @@
 #define NYB_SIMD_NEON_H
 
 #include <arm_neon.h>
+#include <stdbool.h>
 
 #include "../numeric.h"
 
@@ -43,6 +44,14 @@ static inline vf vf_load_bf16(const uint16_t *p) {
 static inline vf vf_load_f16(const uint16_t *p) {
   return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 }
+static inline vf vf_low_bf16(vi a) { return vreinterpretq_f32_s32(vshlq_n_s32(a, 16)); }
+static inline vf vf_high_bf16(vi a) {
+  return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_s32(a), vdupq_n_u32(0xffff0000u)));
+}
+static inline vf vf_low_f16(vi a) { return vcvt_f32_f16(vreinterpret_f16_s16(vmovn_s32(a))); }
+static inline vf vf_high_f16(vi a) {
+  return vcvt_f32_f16(vreinterpret_f16_s16(vshrn_n_s32(a, 16)));
+}
 static inline vf vf_keep_first(vf a, int64_t n) {
   static const int32_t lane[4] = {0, 1, 2, 3};
   const uint32x4_t keep = vcltq_s32(vld1q_s32(lane), vdupq_n_s32((int32_t)(n > 4 ? 4 : n)));
@@ -78,7 +87,7 @@ static inline vi vi_shift_right_halves(vi a, int bits) {
 }
 static inline vi vi_join_halves(vi low, vi high) { return vsliq_n_s32(low, high, 16); }
 
-enum { WORD_LANES = 4 };
+enum { WORD_LANES = 4, WORDS_STRIP = 2 };
 typedef int32x4_t wi;
 static inline wi wi_zero(void) { return vdupq_n_s32(0); }
 static inline wi wi_set1(int32_t x) { return vdupq_n_s32(x); }
@@ -86,10 +95,14 @@ static inline wi wi_load(const char *p) { return vld1q_s32((const int32_t *)(con
 static inline void wi_store(int32_t *p, wi x) { vst1q_s32(p, x); }
 static inline wi wi_and(wi a, wi b) { return vandq_s32(a, b); }
 static inline wi wi_shift_right_halves(wi a, int bits) { return vi_shift_right_halves(a, bits); }
-static inline wi wi_low_halves(wi a, wi b) { return vsliq_n_s32(a, b, 16); }
-static inline wi wi_high_halves(wi a, wi b) {
-  return vreinterpretq_s32_u32(vsriq_n_u32(vreinterpretq_u32_s32(b), vreinterpretq_u32_s32(a), 16));
+static inline wi wi_interleave_low(wi a, wi b) {
+  return vreinterpretq_s32_s16(vzip1q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)));
 }
+static inline wi wi_interleave_high(wi a, wi b) {
+  return vreinterpretq_s32_s16(vzip2q_s16(vreinterpretq_s16_s32(a), vreinterpretq_s16_s32(b)));
+}
+static inline int interleaved_half(bool high, int lane) { return high * 4 + lane; }
+static inline wi wi_load_split(const char *p) { return wi_load(p); } /* two words in order */
 static inline wi wi_dot16(wi acc, wi a, wi b) { return vi_dot16(acc, a, b); }
 static inline void wi_add_scaled(float *out, wi dots, float unit, float rest) {
   const float32x4_t scaled = vfmaq_n_f32(vdupq_n_f32(rest), vcvtq_f32_s32(dots), unit);
@@ -138,6 +151,10 @@ static inline void unpack_codes(const char *row, int64_t element, int64_t count,
         vmovn_u32(vreinterpretq_u32_s32(decode_codes_int(row, element + i + 4, bits)));
     vst1_u8(codes + i, vmovn_u16(vcombine_u16(a, b)));
   }
+}
+static inline int64_t unpacked_element(int64_t i, int bits, int64_t group_size) {
+  (void)bits, (void)group_size;
+  return i;
 }
 
 #endif

@@ -4,6 +4,7 @@
 #define NYB_SIMD_SCALAR_H
 
 #include <math.h>
+#include <stdbool.h>
 
 #include "../numeric.h"
 
@@ -33,6 +34,11 @@ static inline vf vf_round_bf16(vf a) { return nyb_round_to(NYB_BF16, a); }
 static inline vf vf_round_f16(vf a) { return nyb_round_to(NYB_F16, a); }
 static inline vf vf_load_bf16(const uint16_t *p) { return nyb_f32_from_bf16(*p); }
 static inline vf vf_load_f16(const uint16_t *p) { return nyb_f32_from_f16(*p); }
+/* The float of 16 bits in each lane's low or high half. */
+static inline vf vf_low_bf16(vi a) { return nyb_f32_from_bits((uint32_t)a << 16); }
+static inline vf vf_high_bf16(vi a) { return nyb_f32_from_bits((uint32_t)a & 0xffff0000u); }
+static inline vf vf_low_f16(vi a) { return nyb_f32_from_f16((uint16_t)(a & 0xffff)); }
+static inline vf vf_high_f16(vi a) { return nyb_f32_from_f16((uint16_t)((uint32_t)a >> 16)); }
 /* a where lane index < n, else 0. */
 static inline vf vf_keep_first(vf a, int64_t n) { return n > 0 ? a : 0; }
 /* a * 2^e for integral e held in a float; |e| < 127 */
@@ -66,7 +72,7 @@ static inline vi vi_join_halves(vi low, vi high) {
 }
 
 /* Vectors of packed words, where a lane is a word of a row. */
-enum { WORD_LANES = 1 };
+enum { WORD_LANES = 1, WORDS_STRIP = 2 };
 typedef int32_t wi;
 static inline wi wi_zero(void) { return 0; }
 static inline wi wi_set1(int32_t x) { return x; }
@@ -78,11 +84,15 @@ static inline wi wi_load(const char *p) {
 static inline void wi_store(int32_t *p, wi x) { *p = x; }
 static inline wi wi_and(wi a, wi b) { return a & b; }
 static inline wi wi_shift_right_halves(wi a, int bits) { return vi_shift_right_halves(a, bits); }
-static inline wi wi_low_halves(wi a, wi b) { return vi_join_halves(a, b); }
-/* a's high half below b's high half */
-static inline wi wi_high_halves(wi a, wi b) {
+/* The 16-bit halves of a and b side by side, a's below: those of one half of the vectors, and those
+ * of the other. interleaved_half tells which half of a word vector stands in a lane. */
+static inline wi wi_interleave_low(wi a, wi b) { return vi_join_halves(a, b); }
+static inline wi wi_interleave_high(wi a, wi b) {
   return (wi)((uint32_t)a >> 16 | ((uint32_t)b & 0xffff0000u));
 }
+static inline int interleaved_half(bool high, int lane) { return 2 * lane + high; }
+/* Loads so that interleaving low gives the first half of the words in order, high the second. */
+static inline wi wi_load_split(const char *p) { return wi_load(p); } /* never for single words */
 static inline wi wi_dot16(wi acc, wi a, wi b) { return vi_dot16(acc, a, b); }
 /* out += unit * dots + rest */
 static inline void wi_add_scaled(float *out, wi dots, float unit, float rest) {
@@ -105,12 +115,16 @@ static inline vf decode_codes(const char *row, int64_t element, int bits) {
   if (bit % 8 + bits > 8) window |= (uint32_t)bytes[bit / 8 + 1] << 8;
   return (float)((window >> (bit % 8)) & ((1u << bits) - 1));
 }
-/* The same codes as bytes, for one whole group. */
+/* The same codes as bytes, for whole groups; byte i of a group is element unpacked_element(i). */
 static inline void unpack_codes(const char *row, int64_t element, int64_t count, int bits,
                                 uint8_t *codes) {
   for (int64_t i = 0; i < count; i++) {
     codes[i] = (uint8_t)decode_codes(row, element + i, bits);
   }
+}
+static inline int64_t unpacked_element(int64_t i, int bits, int64_t group_size) {
+  (void)bits, (void)group_size;
+  return i;
 }
 
 #endif
