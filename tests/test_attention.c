@@ -812,6 +812,64 @@ static void test_prefill_workspace(void **state) {
   nyb_context_destroy(context);
 }
 
+/* A line of /proc/self/status in KiB; -1 where there is none. */
+static int64_t status_kib(const char *name) {
+  char line[256];
+  long long kib = -1;
+  FILE *file = fopen("/proc/self/status", "r");
+  while (file != NULL && fgets(line, sizeof line, file) != NULL) {
+    if (strncmp(line, name, strlen(name)) == 0) kib = strtoll(line + strlen(name) + 1, NULL, 10);
+  }
+  if (file != NULL) fclose(file);
+  return kib;
+}
+
+/* Lets the peak begin anew at what is resident now. */
+static bool reset_peak(void) {
+  FILE *file = fopen("/proc/self/clear_refs", "w");
+  if (file == NULL) return false;
+  const bool written = fputs("5", file) >= 0;
+  return fclose(file) == 0 && written;
+}
+
+/* The same, seen from outside: what the process grows by while such a call runs, its workspace
+ * included. One head of scores would be 256 MiB. */
+static void test_prefill_memory(void **state) {
+  (void)state;
+  const attention_shape shape = {.name = "prefill",
+                                 .batch = 1,
+                                 .query_heads = 1,
+                                 .kv_heads = 1,
+                                 .query_len = 2048,
+                                 .key_dim = 32,
+                                 .value_dim = 32,
+                                 .capacity_tokens = 32768,
+                                 .lengths = {32768},
+                                 .key_format = affine(4, 32),
+                                 .value_format = affine(4, 32),
+                                 .query_dtype = NYB_BF16,
+                                 .out_dtype = NYB_BF16,
+                                 .mask = NYB_MASK_CAUSAL,
+                                 .keys = ROWS_RAW,
+                                 .values = ROWS_RAW};
+  attention_scene scene;
+  nyb_context *context = make_context(2);
+  make_scene(&scene, &shape);
+  const int64_t before = status_kib("VmRSS");
+  if (!reset_peak() || before < 0) {
+    print_message("skipped: /proc does not tell the peak here\n");
+    scene_free(&scene);
+    nyb_context_destroy(context);
+    skip();
+  }
+  run_scene(&scene, context);
+  const int64_t grown = status_kib("VmHWM") - before;
+  print_message("2,048 rows over 32,768 tokens: the process grew by %lld KiB\n", (long long)grown);
+  assert_true(grown < 64 << 10);
+  scene_free(&scene);
+  nyb_context_destroy(context);
+}
+
 static double best_seconds(attention_scene *scene, nyb_context *context) {
   double best = 1e9;
   for (int i = 0; i < 5; i++) {
@@ -885,6 +943,7 @@ int main(void) {
       cmocka_unit_test(test_outlier_keys_want_the_bits),
       cmocka_unit_test(test_run_does_not_allocate),
       cmocka_unit_test(test_prefill_workspace),
+      cmocka_unit_test(test_prefill_memory),
       cmocka_unit_test(test_heads_share_the_unpacking),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
