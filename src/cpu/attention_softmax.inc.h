@@ -1,23 +1,25 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ---- Softmax -------------------------------------------------------------------------------- */
 
-/* exp(x) for x <= 0 within about 2 ulp; 0 below -87.3, where exp leaves the normal floats; NaN
- * stays NaN. x = n ln2 + r with |r| <= ln2/2, and the Taylor polynomial of degree 7 leaves a
- * relative error below 4e-9 there. ln2 is split so that n times its upper part is exact. */
+/* exp(x) for x <= 0 within 2 ulp; 0 below -87.3, where exp leaves the normal floats; NaN stays NaN.
+ * x = n ln2 + r with |r| <= ln2/2, where the polynomial, fitted for the least largest relative
+ * error, is off by 2e-9. ln2 is split so that n times its upper part is exact. Adding 1.5 * 2^23
+ * rounds to an integer, which then stands in the low bits of the sum; 127 more make it the exponent
+ * of 2^n. */
 ALWAYS_INLINE vf exp_of_negative(vf x) {
-  const vf n = vf_round(vf_mul(x, vf_set1(0x1.715476p+0f)));
+  const vf shift = vf_set1(0x1.8p23f + 127);
+  const vf biased = vf_fma(x, vf_set1(0x1.715476p+0f), shift);
+  const vf n = vf_sub(biased, shift);
   vf r = vf_fma(n, vf_set1(-0x1.62e4p-1f), x);
   r = vf_fma(n, vf_set1(-0x1.7f7d1cp-20f), r);
-  vf p = vf_set1(1.0f / 5040);
-  p = vf_fma(p, r, vf_set1(1.0f / 720));
-  p = vf_fma(p, r, vf_set1(1.0f / 120));
-  p = vf_fma(p, r, vf_set1(1.0f / 24));
-  p = vf_fma(p, r, vf_set1(1.0f / 6));
-  p = vf_fma(p, r, vf_set1(0.5f));
+  vf p = vf_set1(0x1.6ae6ep-10f);
+  p = vf_fma(p, r, vf_set1(0x1.1267d8p-7f));
+  p = vf_fma(p, r, vf_set1(0x1.555824p-5f));
+  p = vf_fma(p, r, vf_set1(0x1.555418p-3f));
+  p = vf_fma(p, r, vf_set1(0x1.fffffcp-2f));
   p = vf_fma(p, r, vf_set1(1.0f));
   p = vf_fma(p, r, vf_set1(1.0f));
-  const vf floor = vf_set1(-126.0f); /* keeps the power a normal number; such lanes become 0 */
-  return vf_zero_below(vf_scale_by_power(p, vf_max(n, floor)), x, -87.3f);
+  return vf_zero_below(vf_mul(p, vf_power_of_low_bits(biased)), x, -87.3f);
 }
 
 ALWAYS_INLINE vf round_score(vf score, nyb_dtype dtype) {

@@ -82,12 +82,8 @@ static inline vf vf_keep_first(vf a, int64_t n) {
   return _mm256_and_ps(a, _mm256_castsi256_ps(lanes_below(n)));
 }
 
-static inline vf vf_scale_by_power(vf a, vf e) {
-  const vi biased = _mm256_add_epi32(_mm256_cvtps_epi32(e), _mm256_set1_epi32(127));
-  return _mm256_mul_ps(a, _mm256_castsi256_ps(_mm256_slli_epi32(biased, 23)));
-}
-static inline vf vf_round(vf a) {
-  return _mm256_round_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+static inline vf vf_power_of_low_bits(vf a) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(a), 23));
 }
 static inline vf vf_zero_below(vf a, vf x, float limit) {
   return _mm256_and_ps(a, _mm256_cmp_ps(x, _mm256_set1_ps(limit), _CMP_NLT_UQ));

@@ -62,9 +62,8 @@ static inline __mmask16 lanes_below(int64_t n) {
 }
 static inline vf vf_keep_first(vf a, int64_t n) { return _mm512_maskz_mov_ps(lanes_below(n), a); }
 
-static inline vf vf_scale_by_power(vf a, vf e) { return _mm512_scalef_ps(a, e); }
-static inline vf vf_round(vf a) {
-  return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+static inline vf vf_power_of_low_bits(vf a) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(a), 23));
 }
 static inline vf vf_zero_below(vf a, vf x, float limit) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_NLT_UQ), a);

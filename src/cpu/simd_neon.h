@@ -57,11 +57,9 @@ static inline vf vf_keep_first(vf a, int64_t n) {
   const uint32x4_t keep = vcltq_s32(vld1q_s32(lane), vdupq_n_s32((int32_t)(n > 4 ? 4 : n)));
   return vreinterpretq_f32_u32(vandq_u32(vreinterpretq_u32_f32(a), keep));
 }
-static inline vf vf_scale_by_power(vf a, vf e) {
-  const int32x4_t biased = vaddq_s32(vcvtnq_s32_f32(e), vdupq_n_s32(127));
-  return vmulq_f32(a, vreinterpretq_f32_s32(vshlq_n_s32(biased, 23)));
+static inline vf vf_power_of_low_bits(vf a) {
+  return vreinterpretq_f32_u32(vshlq_n_u32(vreinterpretq_u32_f32(a), 23));
 }
-static inline vf vf_round(vf a) { return vrndnq_f32(a); }
 static inline vf vf_zero_below(vf a, vf x, float limit) {
   const uint32x4_t below = vcltq_f32(x, vdupq_n_f32(limit));
   return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a), below));

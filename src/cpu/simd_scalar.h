@@ -41,11 +41,10 @@ static inline vf vf_low_f16(vi a) { return nyb_f32_from_f16((uint16_t)(a & 0xfff
 static inline vf vf_high_f16(vi a) { return nyb_f32_from_f16((uint16_t)((uint32_t)a >> 16)); }
 /* a where lane index < n, else 0. */
 static inline vf vf_keep_first(vf a, int64_t n) { return n > 0 ? a : 0; }
-/* a * 2^e for integral e held in a float; |e| < 127 */
-static inline vf vf_scale_by_power(vf a, vf e) {
-  return a * nyb_f32_from_bits((uint32_t)((int32_t)e + 127) << 23);
+/* The float whose exponent field is the low 8 bits of a, and whose other bits are 0. */
+static inline vf vf_power_of_low_bits(vf a) {
+  return nyb_f32_from_bits(nyb_bits_from_f32(a) << 23);
 }
-static inline vf vf_round(vf a) { return rintf(a); }
 /* a where x >= limit or x is NaN, else 0 */
 static inline vf vf_zero_below(vf a, vf x, float limit) { return x < limit ? 0 : a; }
 
