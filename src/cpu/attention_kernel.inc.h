@@ -41,8 +41,10 @@
 #endif
 
 enum {
-  PAIR_STRIDE = NYB_TILE_TOKENS, /* one pair of elements, all tokens of the tile */
   MAX_GROUP = 128,
+  /* From one vector of tokens to the next: all pairs of a group, and a cache line against addresses
+   * that differ by pages. */
+  PAIRS_STRIDE = MAX_GROUP / 2 * VECTOR_LANES + 16,
 };
 
 /* ---- Loading floats ------------------------------------------------------------------------- */

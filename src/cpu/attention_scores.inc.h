@@ -28,17 +28,24 @@ ALWAYS_INLINE prepared_row prepared_row_at(const void *prepared, int64_t row, in
   return r;
 }
 
-/* Writes two terms of 16 bits where codes of `bits` bits will meet them: word by word, the pair k
- * of a word holds its elements k and k + half. Widths that straddle words are unpacked to bytes
- * first and then behave like 8 bits. */
-ALWAYS_INLINE void write_pairs(const int32_t *codes, int64_t count, int bits, int32_t *pairs) {
-  const int per_word = bits == 2 || bits == 4 ? 32 / bits : 4;
-  const int half = per_word / 2;
-  for (int64_t word = 0; word < count; word += per_word) {
-    for (int k = 0; k < half; k++) {
-      const uint32_t low = (uint32_t)codes[word + k] & 0xffffu;
-      const uint32_t high = (uint32_t)codes[word + k + half] << 16;
-      *pairs++ = (int32_t)(low | high);
+/* Codes are used as stored where they do not straddle words and a group fills four words; else they
+ * are unpacked to bytes. */
+ALWAYS_INLINE int key_bits(int stored_bits, int64_t group_size) {
+  const bool straddles = stored_bits == 3 || stored_bits == 5 || stored_bits == 6;
+  return straddles || group_size * stored_bits < 4 * 32 ? 8 : stored_bits;
+}
+
+/* Writes terms of 16 bits where codes of `bits` bits will meet them: word by word, the pair k of a
+ * word holds its elements k and k + half. */
+ALWAYS_INLINE void write_pairs(const int32_t *codes, int64_t count, int stored_bits,
+                               int32_t *pairs) {
+  const int bits = key_bits(stored_bits, count);
+  const int half = 16 / bits;
+  for (int64_t first = 0; first < count; first += 2 * half) {
+    for (int64_t k = first; k < first + half; k++) {
+      const int64_t low = bits == stored_bits ? k : unpacked_element(k);
+      const int64_t high = bits == stored_bits ? k + half : unpacked_element(k + half);
+      *pairs++ = (int32_t)(((uint32_t)codes[low] & 0xffffu) | (uint32_t)codes[high] << 16);
     }
   }
 }
@@ -125,34 +132,49 @@ ALWAYS_INLINE vi field_of_halves(vi words, int i, int bits) {
   return vi_and(shifted, vi_set1((int32_t)(((1u << bits) - 1) * 0x10001u)));
 }
 
-/* One group of the tile's codes as pairs of 16-bit integers, [pair][token]. */
-ALWAYS_INLINE void transpose_group(const nyb_tile_tokens *k, int64_t group, int bits,
+/* Codes of one group, a vector's worth of tokens from `first` on, each at a multiple of
+ * UNPACKED_STRIDE: unpacked to bytes, or as they are. Past the end it is the last token again. */
+ALWAYS_INLINE void copy_codes(const nyb_tile_tokens *k, int64_t group, int64_t first,
+                              int stored_bits, bool unpack, uint8_t *bytes) {
+  const int64_t count = k->group_size, group_bytes = count * stored_bits / 8;
+  const char *rows = k->codes + first * k->codes_stride_bytes + group * group_bytes;
+  const int64_t left = k->tokens - first, tokens = left < VECTOR_LANES ? left : VECTOR_LANES;
+  if (unpack) {
+    unpack_codes(rows, k->codes_stride_bytes, tokens, count, stored_bits, bytes);
+  } else {
+    for (int64_t t = 0; t < tokens; t++) {
+      memcpy(bytes + t * UNPACKED_STRIDE, rows + t * k->codes_stride_bytes, (size_t)group_bytes);
+    }
+  }
+  const uint8_t *last = bytes + (tokens - 1) * UNPACKED_STRIDE;
+  for (int64_t t = tokens; t < VECTOR_LANES; t++) {
+    memcpy(bytes + t * UNPACKED_STRIDE, last, UNPACKED_STRIDE);
+  }
+}
+
+/* One group of the tile's codes as pairs of 16-bit integers: [vector of tokens][pair][lane]. */
+ALWAYS_INLINE void transpose_group(const nyb_tile_tokens *k, int64_t group, int stored_bits,
                                    int64_t padded_tokens, int32_t *pairs, uint8_t *bytes) {
   const int64_t count = k->group_size;
-  const bool straddles = bits == 3 || bits == 5 || bits == 6;
-  const int word_bits = straddles ? 8 : bits;
-  const int per_word = 32 / word_bits;
-  const int64_t words = count / per_word;
-  const int64_t first_word = straddles ? 0 : group * words;
+  const int bits = key_bits(stored_bits, count);
+  const int fields = 16 / bits;
   for (int64_t t = 0; t < padded_tokens; t += VECTOR_LANES) {
-    const char *rows[VECTOR_LANES];
-    for (int i = 0; i < VECTOR_LANES; i++) { /* past the end: the last token again */
-      const int64_t token = t + i < k->tokens ? t + i : k->tokens - 1;
-      rows[i] = k->codes + token * k->codes_stride_bytes;
-      if (straddles) {
-        unpack_codes(rows[i], group * count, count, bits, bytes + i * MAX_GROUP);
-        rows[i] = (const char *)(bytes + i * MAX_GROUP);
-      }
+    const char *words = k->codes + t * k->codes_stride_bytes + group * count * stored_bits / 8;
+    int64_t stride = k->codes_stride_bytes;
+    if (bits != stored_bits || t + VECTOR_LANES > k->tokens) {
+      copy_codes(k, group, t, stored_bits, bits != stored_bits, bytes);
+      words = (const char *)bytes;
+      stride = UNPACKED_STRIDE;
     }
-    for (int64_t word = 0; word < words; word += VECTOR_LANES) {
-      const int64_t here = words - word < VECTOR_LANES ? words - word : VECTOR_LANES;
-      vi lanes[VECTOR_LANES];
-      load_words_transposed(rows, first_word + word, here, lanes);
-      int32_t *to = pairs + word * (per_word / 2) * PAIR_STRIDE + t;
-      for (int64_t j = 0; j < here; j++) {
+    int32_t *to = pairs + t / VECTOR_LANES * PAIRS_STRIDE;
+    for (const char *end = words + count * bits / 8; words < end; words += 16) {
+      vi lanes[4];
+      load_words_transposed(words, stride, lanes);
+      UNROLL
+      for (int j = 0; j < 4; j++) {
         UNROLL
-        for (int i = 0; i < per_word / 2; i++, to += PAIR_STRIDE) {
-          vi_store(to, field_of_halves(lanes[j], i, word_bits));
+        for (int i = 0; i < fields; i++, to += VECTOR_LANES) {
+          vi_store(to, field_of_halves(lanes[j], i, bits));
         }
       }
     }
@@ -170,10 +192,10 @@ ALWAYS_INLINE void dot_block(int rows, int vectors, const int32_t *q, int64_t q_
     UNROLL
     for (int v = 0; v < vectors; v++) sums[r][v] = vi_set1(starts[r]);
   }
-  UNROLL_BY(2) for (int64_t pair = 0; pair < pair_count; pair++, pairs += PAIR_STRIDE, q++) {
+  UNROLL_BY(2) for (int64_t pair = 0; pair < pair_count; pair++, pairs += VECTOR_LANES, q++) {
     vi k[DOT_VECTORS];
     UNROLL
-    for (int v = 0; v < vectors; v++) k[v] = vi_load(pairs + v * VECTOR_LANES);
+    for (int v = 0; v < vectors; v++) k[v] = vi_load(pairs + v * PAIRS_STRIDE);
     UNROLL
     for (int r = 0; r < rows; r++) {
       const vi both = vi_set1(q[r * q_stride]);
@@ -215,16 +237,17 @@ ALWAYS_INLINE void score_block(const nyb_score_tile *tile, const group_of_keys *
   }
   const int64_t stride = nyb_prepared_bytes(tile->k.dim) / (int64_t)sizeof(int32_t);
   const int64_t first = keys->group * keys->pair_count;
-  dot_block(rows, vectors, q[0].pairs + first, stride, keys->pairs + token, keys->pair_count,
-            starts, steps, false, dots);
+  const int32_t *pairs = keys->pairs + token / VECTOR_LANES * PAIRS_STRIDE;
+  dot_block(rows, vectors, q[0].pairs + first, stride, pairs, keys->pair_count, starts, steps,
+            false, dots);
   if (tile->precise) {
     UNROLL
     for (int r = 0; r < rows; r++) {
       steps[r] /= LOW_STEPS;
       starts[r] = q[r].low_start[keys->group];
     }
-    dot_block(rows, vectors, q[0].low_pairs + first, stride, keys->pairs + token, keys->pair_count,
-              starts, steps, true, dots);
+    dot_block(rows, vectors, q[0].low_pairs + first, stride, pairs, keys->pair_count, starts, steps,
+              true, dots);
   }
   UNROLL
   for (int r = 0; r < rows; r++) {
@@ -252,8 +275,8 @@ ALWAYS_INLINE void score_rows(const nyb_score_tile *tile, const group_of_keys *k
 }
 
 typedef struct score_scratch {
-  int32_t pairs[MAX_GROUP / 2 * PAIR_STRIDE];
-  uint8_t bytes[VECTOR_LANES * MAX_GROUP];
+  int32_t pairs[NYB_TILE_TOKENS / VECTOR_LANES * PAIRS_STRIDE];
+  uint8_t bytes[VECTOR_LANES * UNPACKED_STRIDE];
   group_floats scales, middles;
 } score_scratch;
 _Static_assert(sizeof(score_scratch) <= NYB_TILE_SCRATCH_BYTES, "scores must fit the scratch");

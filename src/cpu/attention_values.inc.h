@@ -172,7 +172,7 @@ typedef struct word_scratch {
   group_weights weights[MAX_SPAN];
   group_floats scales, biases;
   int32_t decoded[PAIRS * WORDS_STRIP * WORD_LANES];
-  uint8_t bytes[NYB_TILE_TOKENS * MAX_GROUP]; /* codes that do not fill words or vectors */
+  uint8_t bytes[NYB_TILE_TOKENS * UNPACKED_STRIDE]; /* codes that do not fill words or vectors */
 } word_scratch;
 _Static_assert(sizeof(word_scratch) <= NYB_TILE_SCRATCH_BYTES, "values must fit the scratch");
 
@@ -449,16 +449,16 @@ ALWAYS_INLINE word_column column_of(const nyb_tile_tokens *v, int bits, word_lay
                         .stride_bytes = v->codes_stride_bytes,
                         .tokens = v->tokens};
   if (layout.bits == bits && (!layout.split || groups == MAX_SPAN)) return column;
-  for (int64_t t = 0; t < v->tokens; t++) {
-    uint8_t *to = scratch->bytes + t * MAX_GROUP;
-    if (layout.bits != bits) {
-      unpack_codes(v->codes + t * v->codes_stride_bytes, element, count, bits, to);
-    } else { /* a group alone: a whole vector would reach past it */
-      memcpy(to, column.words + t * v->codes_stride_bytes, (size_t)(count * bits / 8));
+  if (layout.bits != bits) {
+    unpack_codes(column.words, column.stride_bytes, v->tokens, count, bits, scratch->bytes);
+  } else { /* a group alone: a whole vector would reach past it */
+    for (int64_t t = 0; t < v->tokens; t++) {
+      memcpy(scratch->bytes + t * UNPACKED_STRIDE, column.words + t * column.stride_bytes,
+             (size_t)(count * bits / 8));
     }
   }
   column.words = (const char *)scratch->bytes;
-  column.stride_bytes = MAX_GROUP;
+  column.stride_bytes = UNPACKED_STRIDE;
   return column;
 }
 
@@ -490,8 +490,7 @@ ALWAYS_INLINE void values_affine(const nyb_value_tile *tile, int bits) {
 }
 
 /* The element, counted from its group's first, whose sum stands in this column of the group. */
-ALWAYS_INLINE int64_t element_of_column(int64_t column, int bits, word_layout layout,
-                                        int64_t group_size) {
+ALWAYS_INLINE int64_t element_of_column(int64_t column, int bits, word_layout layout) {
   const int fields = 16 / layout.bits;
   const int64_t vector = column / WORD_LANES;
   const int lane = (int)(column % WORD_LANES), field = (int)(vector % fields);
@@ -499,7 +498,7 @@ ALWAYS_INLINE int64_t element_of_column(int64_t column, int bits, word_layout la
                                     : vector / (2 * fields) * 2 * WORD_LANES +
                                           interleaved_half(vector / fields % 2 == 1, lane);
   const int64_t code = half * fields + field;
-  return layout.bits == bits ? code : unpacked_element(code, bits, group_size);
+  return layout.bits == bits ? code : unpacked_element(code);
 }
 
 ALWAYS_INLINE void columns_affine(const nyb_value_columns *columns, int bits) {
@@ -511,8 +510,7 @@ ALWAYS_INLINE void columns_affine(const nyb_value_columns *columns, int bits) {
   const word_layout layout = layout_of(bits, group_size);
   for (int64_t group = 0; group < columns->dim; group += group_size) {
     for (int64_t i = 0; i < group_size; i++) {
-      columns->to[group + element_of_column(i, bits, layout, group_size)] =
-          columns->from[group + i];
+      columns->to[group + element_of_column(i, bits, layout)] = columns->from[group + i];
     }
   }
 }

@@ -11,6 +11,7 @@
 
 #define NYB_ISA_SUFFIX avx2
 enum { VECTOR_LANES = 8, DOT_ROWS = 4, DOT_VECTORS = 2, SUM_VECTORS = 2 };
+enum { UNPACKED_STRIDE = 128 }; /* the largest group */
 
 typedef __m256 vf;
 typedef __m256i vi;
@@ -130,33 +131,24 @@ static inline void wi_add_scaled(float *out, wi dots, float unit, float rest) {
   _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), scaled));
 }
 
-static inline void load_words_transposed(const char *const *rows, int64_t first_word, int64_t count,
-                                         vi *words) {
-  vi r[8], p[8];
-  if (count == 8) {
-    for (int t = 0; t < 8; t++) {
-      r[t] = _mm256_loadu_si256((const __m256i *)(const void *)(rows[t] + first_word * 4));
-    }
-  } else {
-    const vi mask = lanes_below(count);
-    for (int t = 0; t < 8; t++) {
-      r[t] = _mm256_maskload_epi32((const int *)(const void *)(rows[t] + first_word * 4), mask);
-    }
+static inline __m128i load_four_words(const char *p) {
+  return _mm_loadu_si128((const __m128i *)(const void *)p);
+}
+
+static inline void load_words_transposed(const char *p, int64_t stride_bytes, vi *words) {
+  vi r[4], two[4]; /* tokens i and i + 4 in the halves of a vector: 4x4 in each remains */
+  for (int i = 0; i < 4; i++) {
+    const __m128i low = load_four_words(p + i * stride_bytes);
+    const __m128i high = load_four_words(p + (i + 4) * stride_bytes);
+    r[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
   }
-  /* 8x8: pairs of words, pairs of pairs, then halves. */
-  for (int t = 0; t < 8; t += 2) {
-    p[t] = _mm256_unpacklo_epi32(r[t], r[t + 1]);
-    p[t + 1] = _mm256_unpackhi_epi32(r[t], r[t + 1]);
+  for (int i = 0; i < 4; i += 2) {
+    two[i] = _mm256_unpacklo_epi32(r[i], r[i + 1]);
+    two[i + 1] = _mm256_unpackhi_epi32(r[i], r[i + 1]);
   }
-  for (int t = 0; t < 8; t += 4) {
-    r[t] = _mm256_unpacklo_epi64(p[t], p[t + 2]);
-    r[t + 1] = _mm256_unpackhi_epi64(p[t], p[t + 2]);
-    r[t + 2] = _mm256_unpacklo_epi64(p[t + 1], p[t + 3]);
-    r[t + 3] = _mm256_unpackhi_epi64(p[t + 1], p[t + 3]);
-  }
-  for (int j = 0; j < 4; j++) {
-    words[j] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x20);
-    words[j + 4] = _mm256_permute2x128_si256(r[j], r[j + 4], 0x31);
+  for (int i = 0; i < 2; i++) {
+    words[2 * i] = _mm256_unpacklo_epi64(two[i], two[i + 2]);
+    words[2 * i + 1] = _mm256_unpackhi_epi64(two[i], two[i + 2]);
   }
 }
 
@@ -202,20 +194,43 @@ static inline vf decode_codes(const char *row, int64_t element, int bits) {
   return _mm256_cvtepi32_ps(decode_codes_int(row, element, bits));
 }
 
-static inline void unpack_codes(const char *row, int64_t element, int64_t count, int bits,
-                                uint8_t *codes) {
-  for (int64_t i = 0; i < count; i += 16) {
-    const vi a = decode_codes_int(row, element + i, bits);
-    const vi b = decode_codes_int(row, element + i + 8, bits);
-    const vi words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xd8);
-    const __m128i packed =
-        _mm_packus_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
-    _mm_storeu_si128((__m128i *)(void *)(codes + i), packed);
+/* Thirty-two codes fill `bits` words, which are loaded so that each half of the vector holds
+ * sixteen of them, the upper half from byte 2*bits on. There each code's two bytes are brought into
+ * a lane of 16 bits, and a product moves the code to the lane's top, from where it is shifted down.
+ * Eight codes fill whole bytes, so that the first eight and the last eight of a half lie alike. */
+static inline void unpack_codes(const char *rows, int64_t stride_bytes, int64_t tokens,
+                                int64_t count, int bits, uint8_t *codes) {
+#define BYTES_OF(i) (char)((i)*bits / 8), (char)((i)*bits / 8 + 1)
+#define FACTOR_OF(i) (int16_t)(1 << (16 - bits - (i)*bits % 8))
+  const __m128i bytes = _mm_setr_epi8(BYTES_OF(0), BYTES_OF(1), BYTES_OF(2), BYTES_OF(3),
+                                      BYTES_OF(4), BYTES_OF(5), BYTES_OF(6), BYTES_OF(7));
+  const vi factors = _mm256_broadcastsi128_si256(
+      _mm_setr_epi16(FACTOR_OF(0), FACTOR_OF(1), FACTOR_OF(2), FACTOR_OF(3), FACTOR_OF(4),
+                     FACTOR_OF(5), FACTOR_OF(6), FACTOR_OF(7)));
+#undef BYTES_OF
+#undef FACTOR_OF
+  /* Both halves are loaded in 8 or 16 bytes that lie within the words. */
+  const int loaded = bits < 4 ? 8 : 16, upper = 4 * bits - loaded;
+  const vi first =
+      _mm256_inserti128_si256(_mm256_castsi128_si256(bytes),
+                              _mm_add_epi8(bytes, _mm_set1_epi8((char)(2 * bits - upper))), 1);
+  const vi second = _mm256_add_epi8(first, _mm256_set1_epi8((char)bits));
+  for (int64_t t = 0; t < tokens; t++, rows += stride_bytes, codes += UNPACKED_STRIDE) {
+    const char *words = rows;
+    for (int64_t i = 0; i < count; i += 32, words += 4 * bits) {
+      const __m128i *from = (const __m128i *)(const void *)words;
+      const __m128i *upper_from = (const __m128i *)(const void *)(words + upper);
+      const __m128i low = loaded == 8 ? _mm_loadl_epi64(from) : _mm_loadu_si128(from);
+      const __m128i high = loaded == 8 ? _mm_loadl_epi64(upper_from) : _mm_loadu_si128(upper_from);
+      const vi both = _mm256_inserti128_si256(_mm256_castsi128_si256(low), high, 1);
+      const vi a = _mm256_mullo_epi16(_mm256_shuffle_epi8(both, first), factors);
+      const vi b = _mm256_mullo_epi16(_mm256_shuffle_epi8(both, second), factors);
+      const vi packed =
+          _mm256_packus_epi16(_mm256_srli_epi16(a, 16 - bits), _mm256_srli_epi16(b, 16 - bits));
+      _mm256_storeu_si256((__m256i *)(void *)(codes + i), packed);
+    }
   }
 }
-static inline int64_t unpacked_element(int64_t i, int bits, int64_t group_size) {
-  (void)bits, (void)group_size;
-  return i;
-}
+static inline int64_t unpacked_element(int64_t i) { return i; }
 
 #endif

@@ -11,6 +11,7 @@
 
 #define NYB_ISA_SUFFIX avx512
 enum { VECTOR_LANES = 16, DOT_ROWS = 4, DOT_VECTORS = 4, SUM_VECTORS = 2 };
+enum { UNPACKED_STRIDE = 128 }; /* the largest group */
 
 typedef __m512 vf;
 typedef __m512i vi;
@@ -110,38 +111,28 @@ static inline void wi_add_scaled(float *out, wi dots, float unit, float rest) {
   _mm512_storeu_ps(out, _mm512_add_ps(_mm512_loadu_ps(out), scaled));
 }
 
-static inline void load_words_transposed(const char *const *rows, int64_t first_word, int64_t count,
-                                         vi *words) {
-  const __mmask16 mask = lanes_below(count);
-  vi r[16], p[16];
-#pragma GCC unroll 16
-  for (int t = 0; t < 16; t++) {
-    r[t] = _mm512_maskz_loadu_epi32(mask, rows[t] + first_word * 4);
+static inline __m128i load_four_words(const char *p) {
+  return _mm_loadu_si128((const __m128i *)(const void *)p);
+}
+
+static inline void load_words_transposed(const char *p, int64_t stride_bytes, vi *words) {
+  vi r[4], two[4]; /* tokens i, i + 4, ... in the quarters of a vector: 4x4 in each remains */
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    r[i] = _mm512_castsi128_si512(load_four_words(p + i * stride_bytes));
+    r[i] = _mm512_inserti32x4(r[i], load_four_words(p + (i + 4) * stride_bytes), 1);
+    r[i] = _mm512_inserti32x4(r[i], load_four_words(p + (i + 8) * stride_bytes), 2);
+    r[i] = _mm512_inserti32x4(r[i], load_four_words(p + (i + 12) * stride_bytes), 3);
   }
-#pragma GCC unroll 16
-  for (int t = 0; t < 16; t += 2) {
-    p[t] = _mm512_unpacklo_epi32(r[t], r[t + 1]);
-    p[t + 1] = _mm512_unpackhi_epi32(r[t], r[t + 1]);
+#pragma GCC unroll 2
+  for (int i = 0; i < 4; i += 2) {
+    two[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    two[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
   }
-#pragma GCC unroll 16
-  for (int t = 0; t < 16; t += 4) {
-    r[t] = _mm512_unpacklo_epi64(p[t], p[t + 2]);
-    r[t + 1] = _mm512_unpackhi_epi64(p[t], p[t + 2]);
-    r[t + 2] = _mm512_unpacklo_epi64(p[t + 1], p[t + 3]);
-    r[t + 3] = _mm512_unpackhi_epi64(p[t + 1], p[t + 3]);
-  }
-  /* r[4i + j] now holds, in 128-bit lane l, word 4l + j of rows 4i .. 4i+3: a 4x4 transpose of
-   * lanes over i remains. */
-#pragma GCC unroll 16
-  for (int j = 0; j < 4; j++) {
-    const vi a = _mm512_shuffle_i32x4(r[j], r[4 + j], 0x44);
-    const vi b = _mm512_shuffle_i32x4(r[j], r[4 + j], 0xee);
-    const vi c = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0x44);
-    const vi d = _mm512_shuffle_i32x4(r[8 + j], r[12 + j], 0xee);
-    words[j] = _mm512_shuffle_i32x4(a, c, 0x88);
-    words[4 + j] = _mm512_shuffle_i32x4(a, c, 0xdd);
-    words[8 + j] = _mm512_shuffle_i32x4(b, d, 0x88);
-    words[12 + j] = _mm512_shuffle_i32x4(b, d, 0xdd);
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++) {
+    words[2 * i] = _mm512_unpacklo_epi64(two[i], two[i + 2]);
+    words[2 * i + 1] = _mm512_unpackhi_epi64(two[i], two[i + 2]);
   }
 }
 
@@ -192,16 +183,50 @@ static inline vf decode_codes(const char *row, int64_t element, int bits) {
   return _mm512_cvtepi32_ps(decode_codes_int(row, element, bits));
 }
 
-static inline void unpack_codes(const char *row, int64_t element, int64_t count, int bits,
-                                uint8_t *codes) {
-  for (int64_t i = 0; i < count; i += 16) {
-    const __m128i packed = _mm512_cvtepi32_epi8(decode_codes_int(row, element + i, bits));
-    _mm_storeu_si128((__m128i *)(void *)(codes + i), packed);
+/* Sixty-four codes fill 2*bits words, of which each quarter of the vector gets those with sixteen
+ * of them. There the two bytes that hold two neighbours are brought into a lane of 16 bits; one
+ * product moves the first of them to the lane's upper byte, another the second to its lower byte.
+ * In the bytes, neighbours have thus changed places. */
+static inline void unpack_codes(const char *rows, int64_t stride_bytes, int64_t tokens,
+                                int64_t count, int bits, uint8_t *codes) {
+#define BYTES_OF(i) (char)((i)*bits / 4), (char)((i)*bits / 4 + 1)
+#define FIRST_BIT(i) ((i)*2 * bits % 8)
+#define TO_UPPER(i) (int16_t)(1 << (8 - FIRST_BIT(i)))         /* low half of the product */
+#define TO_LOWER(i) (int16_t)(1 << (16 - bits - FIRST_BIT(i))) /* high half of the product */
+  const int w1 = bits / 2, w2 = bits, w3 = 3 * bits / 2;       /* the quarters' first words */
+  const vi words = _mm512_setr_epi32(0, 1, 2, 3, w1, w1 + 1, w1 + 2, w1 + 3, w2, w2 + 1, w2 + 2,
+                                     w2 + 3, w3, w3 + 1, w3 + 2, w3 + 3);
+  /* Odd quarters of odd widths start amid a word. */
+  const vi start = _mm512_maskz_set1_epi8(0xffff0000ffff0000u, (char)(2 * bits % 4));
+  const vi bytes = _mm512_add_epi8(start, _mm512_broadcast_i32x4(_mm_setr_epi8(
+                                              BYTES_OF(0), BYTES_OF(1), BYTES_OF(2), BYTES_OF(3),
+                                              BYTES_OF(4), BYTES_OF(5), BYTES_OF(6), BYTES_OF(7))));
+  const vi to_upper =
+      _mm512_broadcast_i32x4(_mm_setr_epi16(TO_UPPER(0), TO_UPPER(1), TO_UPPER(2), TO_UPPER(3),
+                                            TO_UPPER(4), TO_UPPER(5), TO_UPPER(6), TO_UPPER(7)));
+  const vi to_lower =
+      _mm512_broadcast_i32x4(_mm_setr_epi16(TO_LOWER(0), TO_LOWER(1), TO_LOWER(2), TO_LOWER(3),
+                                            TO_LOWER(4), TO_LOWER(5), TO_LOWER(6), TO_LOWER(7)));
+#undef BYTES_OF
+#undef FIRST_BIT
+#undef TO_UPPER
+#undef TO_LOWER
+  const vi upper = _mm512_set1_epi16((int16_t)0xff00);
+  const vi mask = _mm512_set1_epi8((char)((1 << bits) - 1));
+  /* 32 codes fill `bits` words; what is made of the others, which are not read, means nothing. */
+  const __mmask16 loaded = (__mmask16)((1u << (count < 64 ? bits : 2 * bits)) - 1);
+  for (int64_t t = 0; t < tokens; t++, rows += stride_bytes, codes += UNPACKED_STRIDE) {
+    const char *from = rows;
+    for (int64_t i = 0; i < count; i += 64, from += 8 * bits) {
+      const vi stored = _mm512_permutexvar_epi32(words, _mm512_maskz_loadu_epi32(loaded, from));
+      const vi pairs = _mm512_shuffle_epi8(stored, bytes);
+      const vi first = _mm512_mullo_epi16(pairs, to_upper);
+      const vi second = _mm512_mulhi_epu16(pairs, to_lower);
+      const vi both = _mm512_ternarylogic_epi32(upper, first, second, 0xca); /* upper ? : */
+      _mm512_storeu_si512(codes + i, _mm512_and_si512(both, mask));
+    }
   }
 }
-static inline int64_t unpacked_element(int64_t i, int bits, int64_t group_size) {
-  (void)bits, (void)group_size;
-  return i;
-}
+static inline int64_t unpacked_element(int64_t i) { return i ^ 1; }
 
 #endif

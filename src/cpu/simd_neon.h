@@ -11,6 +11,7 @@
 
 #define NYB_ISA_SUFFIX neon
 enum { VECTOR_LANES = 4, DOT_ROWS = 4, DOT_VECTORS = 4, SUM_VECTORS = 4 };
+enum { UNPACKED_STRIDE = 128 }; /* the largest group */
 
 typedef float32x4_t vf;
 typedef int32x4_t vi;
@@ -107,14 +108,10 @@ static inline void wi_add_scaled(float *out, wi dots, float unit, float rest) {
   vst1q_f32(out, vaddq_f32(vld1q_f32(out), scaled));
 }
 
-static inline void load_words_transposed(const char *const *rows, int64_t first_word, int64_t count,
-                                         vi *words) {
-  int32_t block[4][4] = {{0}};
-  for (int t = 0; t < 4; t++) {
-    memcpy(block[t], rows[t] + first_word * 4, (size_t)count * 4);
-  }
-  const int32x4x2_t low = vtrnq_s32(vld1q_s32(block[0]), vld1q_s32(block[1]));
-  const int32x4x2_t high = vtrnq_s32(vld1q_s32(block[2]), vld1q_s32(block[3]));
+static inline void load_words_transposed(const char *p, int64_t stride_bytes, vi *words) {
+  int32x4_t row[4];
+  for (int t = 0; t < 4; t++) row[t] = wi_load(p + t * stride_bytes);
+  const int32x4x2_t low = vtrnq_s32(row[0], row[1]), high = vtrnq_s32(row[2], row[3]);
   for (int j = 0; j < 2; j++) {
     words[j] = vcombine_s32(vget_low_s32(low.val[j]), vget_low_s32(high.val[j]));
     words[j + 2] = vcombine_s32(vget_high_s32(low.val[j]), vget_high_s32(high.val[j]));
@@ -141,18 +138,16 @@ static inline vf decode_codes(const char *row, int64_t element, int bits) {
   return vcvtq_f32_s32(decode_codes_int(row, element, bits));
 }
 
-static inline void unpack_codes(const char *row, int64_t element, int64_t count, int bits,
-                                uint8_t *codes) {
-  for (int64_t i = 0; i < count; i += 8) {
-    const uint16x4_t a = vmovn_u32(vreinterpretq_u32_s32(decode_codes_int(row, element + i, bits)));
-    const uint16x4_t b =
-        vmovn_u32(vreinterpretq_u32_s32(decode_codes_int(row, element + i + 4, bits)));
-    vst1_u8(codes + i, vmovn_u16(vcombine_u16(a, b)));
+static inline void unpack_codes(const char *rows, int64_t stride_bytes, int64_t tokens,
+                                int64_t count, int bits, uint8_t *codes) {
+  for (int64_t t = 0; t < tokens; t++, rows += stride_bytes, codes += UNPACKED_STRIDE) {
+    for (int64_t i = 0; i < count; i += 8) {
+      const uint16x4_t a = vmovn_u32(vreinterpretq_u32_s32(decode_codes_int(rows, i, bits)));
+      const uint16x4_t b = vmovn_u32(vreinterpretq_u32_s32(decode_codes_int(rows, i + 4, bits)));
+      vst1_u8(codes + i, vmovn_u16(vcombine_u16(a, b)));
+    }
   }
 }
-static inline int64_t unpacked_element(int64_t i, int bits, int64_t group_size) {
-  (void)bits, (void)group_size;
-  return i;
-}
+static inline int64_t unpacked_element(int64_t i) { return i; }
 
 #endif

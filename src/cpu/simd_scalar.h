@@ -10,6 +10,7 @@
 
 #define NYB_ISA_SUFFIX scalar
 enum { VECTOR_LANES = 1, DOT_ROWS = 4, DOT_VECTORS = 2, SUM_VECTORS = 2 };
+enum { UNPACKED_STRIDE = 128 }; /* the largest group */
 
 typedef float vf;
 typedef int32_t vi;
@@ -98,11 +99,10 @@ static inline void wi_add_scaled(float *out, wi dots, float unit, float rest) {
   *out += (float)dots * unit + rest;
 }
 
-/* words[j] = lane t: word first_word + j of rows[t], for j < count <= VECTOR_LANES */
-static inline void load_words_transposed(const char *const *rows, int64_t first_word, int64_t count,
-                                         vi *words) {
-  (void)count;
-  memcpy(&words[0], rows[0] + first_word * 4, 4);
+/* words[j] = lane t: word j of the row at p + t * stride_bytes, for j < 4 */
+static inline void load_words_transposed(const char *p, int64_t stride_bytes, vi *words) {
+  (void)stride_bytes;
+  memcpy(words, p, 16);
 }
 
 /* The codes of elements element .. element+VECTOR_LANES-1 of a row; element is a multiple of
@@ -114,16 +114,15 @@ static inline vf decode_codes(const char *row, int64_t element, int bits) {
   if (bit % 8 + bits > 8) window |= (uint32_t)bytes[bit / 8 + 1] << 8;
   return (float)((window >> (bit % 8)) & ((1u << bits) - 1));
 }
-/* The same codes as bytes, for whole groups; byte i of a group is element unpacked_element(i). */
-static inline void unpack_codes(const char *row, int64_t element, int64_t count, int bits,
-                                uint8_t *codes) {
-  for (int64_t i = 0; i < count; i++) {
-    codes[i] = (uint8_t)decode_codes(row, element + i, bits);
+/* The codes of whole groups as bytes, `count` of each token at a multiple of UNPACKED_STRIDE. Byte
+ * i of a group is element unpacked_element(i); beyond `count`, up to UNPACKED_STRIDE, bytes may be
+ * overwritten. */
+static inline void unpack_codes(const char *rows, int64_t stride_bytes, int64_t tokens,
+                                int64_t count, int bits, uint8_t *codes) {
+  for (int64_t t = 0; t < tokens; t++, rows += stride_bytes, codes += UNPACKED_STRIDE) {
+    for (int64_t i = 0; i < count; i++) codes[i] = (uint8_t)decode_codes(rows, i, bits);
   }
 }
-static inline int64_t unpacked_element(int64_t i, int bits, int64_t group_size) {
-  (void)bits, (void)group_size;
-  return i;
-}
+static inline int64_t unpacked_element(int64_t i) { return i; }
 
 #endif
