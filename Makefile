@@ -10,6 +10,8 @@ PREFIX ?= /usr/local
 SUITES ?=
 # How long each fuzz target runs, in seconds.
 FUZZ_SECONDS ?= 20
+# 0 takes another each time.
+FUZZ_SEED ?= 0
 # 1 also installs PyTorch and transformers, for the tests of the recording script (some GB on
 # machines where pip knows PyTorch's CUDA build only).
 TORCH ?= 0
@@ -39,6 +41,7 @@ test: ## All tests: release, sanitizers, NEON under qemu, fuzzers, verify, Pytho
 	@scripts/install-deps.sh test
 	@$(MAKE) --no-print-directory $(TEST_STAMPS)
 	@scripts/run_tests.py $(SUITES) --jobs $(JOBS) --fuzz-seconds $(FUZZ_SECONDS) \
+	  --fuzz-seed $(FUZZ_SEED) \
 	  --python $(VENV)/bin/python --require-isas "$(REQUIRE_ISAS)"
 
 bench: build $(VENV)/.plot ## Measure attention, GeGLU and quantization; draw pictures

@@ -48,6 +48,7 @@ endif()
 # ---- Fuzz targets: tests/fuzz/fuzz_<subject>.c, with seeds and a dictionary where they help -------
 if(NYBBLE_FUZZ)
   set(NYBBLE_FUZZ_SECONDS 60 CACHE STRING "How long ctest runs each fuzz target")
+  set(NYBBLE_FUZZ_SEED 0 CACHE STRING "Seed of the fuzz targets; 0 takes another each time")
   file(GLOB NYBBLE_FUZZ_SOURCES CONFIGURE_DEPENDS tests/fuzz/fuzz_*.c)
   foreach(source ${NYBBLE_FUZZ_SOURCES})
     get_filename_component(name ${source} NAME_WE)
@@ -57,7 +58,7 @@ if(NYBBLE_FUZZ)
     target_link_libraries(${name} PRIVATE nybble_static m)
     set(corpus ${CMAKE_BINARY_DIR}/corpus_${subject}) # what is found is kept for the next run
     file(MAKE_DIRECTORY ${corpus})
-    set(arguments -max_total_time=${NYBBLE_FUZZ_SECONDS} -timeout=20 -rss_limit_mb=2048
+    set(arguments -max_total_time=${NYBBLE_FUZZ_SECONDS} -seed=${NYBBLE_FUZZ_SEED} -timeout=20 -rss_limit_mb=2048
                   -max_len=1024 -print_final_stats=1 ${corpus})
     if(EXISTS ${PROJECT_SOURCE_DIR}/tests/fuzz/seeds_${subject})
       list(APPEND arguments ${PROJECT_SOURCE_DIR}/tests/fuzz/seeds_${subject})

@@ -158,8 +158,10 @@ static void judge_view(const reached_view *view, verdict *verdict) {
   for (int axis = 0; axis < 3; axis++) {
     if (view->shape[axis] == 1) continue;
     __int128 reach;
+    /* So far out of the address space that the sums below could leave 128 bits. */
     if (__builtin_mul_overflow((__int128)view->stride[axis] * view->element_bytes,
-                               (__int128)(view->shape[axis] - 1), &reach)) {
+                               (__int128)(view->shape[axis] - 1), &reach) ||
+        reach > (__int128)1 << 100 || reach < -((__int128)1 << 100)) {
       verdict->refused = true;
       return;
     }
