@@ -31,7 +31,9 @@
  *             workspace or cache that another reads or writes at that time (an append may free
  *             what a view points to).
  *   Streams   the last argument of run calls is a stream of the context's backend; on the CPU it
- *             must be NULL, and the call has finished when it returns.
+ *             must be NULL, and the call has finished when it returns. On CUDA it is a CUstream
+ *             (NULL: the default one), the call returns once the work is queued there, and every
+ *             data pointer of a descriptor, lengths and workspace too, is device memory.
  *   Run calls (nyb_*_run, nyb_cache_append while it need not grow) do not allocate.
  */
 #ifndef NYBBLE_H
@@ -93,7 +95,10 @@ typedef enum nyb_status {
   NYB_ERROR_IO = 19,            /* the operating system refused; the sentence has its words */
   NYB_ERROR_FILE_TRUNCATED = 20, /* a file ends before its header says that it does */
   NYB_ERROR_FILE_FORMAT = 21,    /* a file is not what it should be */
-  NYB_ERROR_NOT_FOUND = 22       /* no tensor or metadata key of that name */
+  NYB_ERROR_NOT_FOUND = 22,      /* no tensor or metadata key of that name */
+  NYB_ERROR_DEVICE = 23,  /* the GPU's driver refused; the sentence has the call and its words */
+  NYB_ERROR_COMPILE = 24, /* a GPU kernel could not be compiled; the sentence has the first error */
+  NYB_ERROR_POINTER = 25  /* host memory where device memory is needed, or the reverse */
 } nyb_status;
 
 /* "NYB_ERROR_HEADS" for NYB_ERROR_HEADS; "NYB_ERROR_?" for a number that is no status. Static. */
@@ -139,7 +144,16 @@ typedef enum nyb_path {
   NYB_PATH_COMPAT = 2 /* the spelled-out steps of docs/numerics.md, one after the other */
 } nyb_path;
 
-/* A stream of the backend that the context belongs to; NULL on the CPU. */
+/* Where a context computes. */
+typedef enum nyb_backend {
+  NYB_BACKEND_CPU = 0,
+  NYB_BACKEND_CUDA = 1 /* NVIDIA GPUs of compute capability 8.0 and up */
+} nyb_backend;
+
+/* "cpu", "cuda"; "?" for a number that is no backend. Static storage. */
+NYB_API const char *nyb_backend_name(nyb_backend backend);
+
+/* A stream of the backend that the context belongs to: a CUstream, or NULL. */
 typedef void *nyb_stream;
 
 /* ---- Context ------------------------------------------------------------------------------ */
@@ -151,10 +165,12 @@ typedef enum nyb_isa {
   NYB_ISA_SCALAR = 1,
   NYB_ISA_AVX2 = 2,   /* with FMA and F16C */
   NYB_ISA_AVX512 = 3, /* F, BW, DQ, VL, and VNNI */
-  NYB_ISA_NEON = 4    /* AArch64 Advanced SIMD */
+  NYB_ISA_NEON = 4,   /* AArch64 Advanced SIMD */
+  NYB_ISA_CUDA = 5    /* of the CUDA backend's kernels and contexts; no option asks for it */
 } nyb_isa;
 
-/* "scalar", "avx2", "avx512", "neon", "auto"; "?" for a number that is no ISA. Static storage. */
+/* "scalar", "avx2", "avx512", "neon", "cuda", "auto"; "?" for a number that is no ISA. Static
+ * storage. */
 NYB_API const char *nyb_isa_name(nyb_isa isa);
 
 /* Runs task(task_data, 0 .. task_count-1), each index once, in any order, on any threads, and
@@ -184,20 +200,27 @@ typedef struct nyb_context_options {
   nyb_parallel_for parallel_for;
   void *parallel_for_data;
   nyb_allocator allocator; /* both functions NULL: the C library's */
+  nyb_backend backend;
+  /* CUDA: calls work on the CUDA context that is current in the calling thread, whichever device it
+   * belongs to; where none is, on this device's primary context. */
+  int32_t device;
+  nyb_allocator device_allocator; /* CUDA: memory of caches; both NULL: cuMemAlloc */
 } nyb_context_options;
 
 #define NYB_CONTEXT_OPTIONS_INIT NYB_INIT(nyb_context_options)
 
 /* Makes a context. options may be NULL (all defaults). Fails with NYB_ERROR_ENVIRONMENT where a
  * NYBBLE_* variable holds a word that it does not know, and with NYB_ERROR_UNSUPPORTED where the
- * ISA asked for does not run here. *context is written only on success. */
+ * ISA or backend asked for does not run here: CUDA needs an NVIDIA driver and NVRTC, which are
+ * looked for when the first such context is made. *context is written only on success. */
 NYB_API nyb_status nyb_context_create(const nyb_context_options *options, nyb_context **context);
 
 /* Ends a context; every cache made and file opened with it must be
  * gone before. NULL is allowed. */
 NYB_API void nyb_context_destroy(nyb_context *context);
 
-NYB_API nyb_isa nyb_context_isa(const nyb_context *context);
+NYB_API nyb_isa nyb_context_isa(const nyb_context *context); /* NYB_ISA_CUDA on CUDA */
+NYB_API nyb_backend nyb_context_backend(const nyb_context *context);
 NYB_API int64_t nyb_context_threads(const nyb_context *context);
 
 /* ---- Formats of stored rows --------------------------------------------------------------- */
@@ -264,6 +287,9 @@ typedef struct nyb_quantize {
   nyb_stored_output output; /* affine, or plain (which converts) */
   nyb_rule rule;
   int32_t reserved; /* 0 */
+  /* CUDA: optional device memory that is set to 1 where a group could not be stored (a NaN or
+   * infinity, or an overflow); that group is stored as zeros. Never set back to 0. Else NULL. */
+  int32_t *non_finite;
 } nyb_quantize;
 
 #define NYB_QUANTIZE_INIT NYB_INIT(nyb_quantize)
@@ -431,9 +457,10 @@ NYB_API void nyb_cache_destroy(nyb_cache *cache); /* NULL is allowed */
 
 typedef struct nyb_append {
   size_t struct_size;
-  int64_t tokens;  /* for every sequence; 0 is allowed */
-  nyb_input key;   /* [batch, kv_heads, tokens, key_dim], any float dtype */
-  nyb_input value; /* [batch, kv_heads, tokens, value_dim] */
+  int64_t tokens;      /* for every sequence; 0 is allowed */
+  nyb_input key;       /* [batch, kv_heads, tokens, key_dim], any float dtype */
+  nyb_input value;     /* [batch, kv_heads, tokens, value_dim] */
+  int32_t *non_finite; /* CUDA: as in nyb_quantize; it is also set where a sequence was full */
 } nyb_append;
 
 #define NYB_APPEND_INIT NYB_INIT(nyb_append)
@@ -454,6 +481,11 @@ NYB_API nyb_status nyb_cache_trim(nyb_cache *cache, int64_t sequence, int64_t to
 
 /* Empties the cache; memory is kept. */
 NYB_API nyb_status nyb_cache_reset(nyb_cache *cache, nyb_stream stream);
+
+/* CUDA: an append takes its positions from the lengths in device memory and moves them along, so
+ * that a captured graph appends one token further at each replay; the host counts only the calls.
+ * This waits for the stream and takes the host's counts from the device. On the CPU: nothing. */
+NYB_API nyb_status nyb_cache_refresh(nyb_cache *cache, nyb_stream stream);
 
 /* Tokens of a sequence, as the host counts them; -1, with nyb_last_error(), for one that does not
  * exist. */

@@ -460,6 +460,10 @@ static nyb_status check_append(const nyb_cache *cache, const nyb_append *append)
     return nyb_fail(NYB_ERROR_SHAPE, "append.tokens is %" PRId64 "; it must not be negative",
                     append->tokens);
   }
+  if (append->non_finite != NULL) {
+    return nyb_fail(NYB_ERROR_VALUE, "append.non_finite is %p; it must be NULL on the CPU",
+                    (void *)append->non_finite);
+  }
   const int64_t length = longest(cache);
   if (append->tokens > cache->limit_tokens - length) {
     return nyb_fail(NYB_ERROR_LENGTH,
@@ -557,6 +561,11 @@ nyb_status nyb_cache_trim(nyb_cache *cache, int64_t sequence, int64_t tokens, in
 
 nyb_status nyb_cache_reset(nyb_cache *cache, nyb_stream stream) {
   return nyb_cache_trim(cache, NYB_ALL_SEQUENCES, INT64_MAX, NULL, stream);
+}
+
+nyb_status nyb_cache_refresh(nyb_cache *cache, nyb_stream stream) {
+  const nyb_status status = check_cache(cache);
+  return status == NYB_OK ? check_stream(stream) : status;
 }
 
 /* ---- Looking at a cache ------------------------------------------------------------------- */

@@ -76,6 +76,9 @@ const char *nyb_status_name(nyb_status status) {
     NYB_NAME(NYB_ERROR_FILE_TRUNCATED)
     NYB_NAME(NYB_ERROR_FILE_FORMAT)
     NYB_NAME(NYB_ERROR_NOT_FOUND)
+    NYB_NAME(NYB_ERROR_DEVICE)
+    NYB_NAME(NYB_ERROR_COMPILE)
+    NYB_NAME(NYB_ERROR_POINTER)
 #undef NYB_NAME
   }
   return "NYB_ERROR_?";
@@ -99,6 +102,15 @@ const char *nyb_isa_name(nyb_isa isa) {
     case NYB_ISA_AVX2: return "avx2";
     case NYB_ISA_AVX512: return "avx512";
     case NYB_ISA_NEON: return "neon";
+    case NYB_ISA_CUDA: return "cuda";
+  }
+  return "?";
+}
+
+const char *nyb_backend_name(nyb_backend backend) {
+  switch (backend) {
+    case NYB_BACKEND_CPU: return "cpu";
+    case NYB_BACKEND_CUDA: return "cuda";
   }
   return "?";
 }
@@ -214,6 +226,10 @@ nyb_status nyb_context_create(const nyb_context_options *options, nyb_context **
   const nyb_status size_status =
       nyb_check_struct("options", options, options->struct_size, sizeof *options);
   if (size_status != NYB_OK) return size_status;
+  if (options->backend != NYB_BACKEND_CPU) {
+    return nyb_fail(NYB_ERROR_ENUM, "options.backend is %d; it must be NYB_BACKEND_CPU",
+                    (int)options->backend);
+  }
   nyb_allocator allocator = options->allocator;
   if ((allocator.allocate == NULL) != (allocator.release == NULL)) {
     return nyb_fail(NYB_ERROR_NULL,
@@ -272,6 +288,7 @@ void nyb_context_destroy(nyb_context *context) {
 }
 
 nyb_isa nyb_context_isa(const nyb_context *context) { return context->isa; }
+nyb_backend nyb_context_backend(const nyb_context *context) { return context->backend; }
 int64_t nyb_context_threads(const nyb_context *context) { return context->threads; }
 
 typedef struct guarded_task {

@@ -21,6 +21,7 @@ typedef enum nyb_counter {
 
 struct nyb_context {
   nyb_allocator allocator;
+  nyb_backend backend;
   nyb_isa isa;
   int64_t threads;
   nyb_parallel_for parallel_for;

@@ -273,6 +273,10 @@ static nyb_status check_quantize(const nyb_quantize *quantize, quantize_work *wo
     return nyb_fail(NYB_ERROR_VALUE, "quantize.reserved is %d; it must be 0",
                     (int)quantize->reserved);
   }
+  if (quantize->non_finite != NULL) {
+    return nyb_fail(NYB_ERROR_VALUE, "quantize.non_finite is %p; it must be NULL on the CPU",
+                    (void *)quantize->non_finite);
+  }
   work->rule = quantize->rule;
   work->output = quantize->output;
   work->call = (rows_call){

@@ -40,6 +40,7 @@ static bool has_neon(void) {
 bool nyb_isa_runs_here(nyb_isa isa, const char **reason) {
   *reason = "";
   switch (isa) {
+    case NYB_ISA_CUDA: *reason = "is no instruction set of a processor"; return false;
     case NYB_ISA_AUTO:
     case NYB_ISA_SCALAR: return true;
     case NYB_ISA_AVX2:

@@ -32,7 +32,8 @@ PATHS = {"fused": 1, "compat": 2}
 class ContextOptions(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("isa", ctypes.c_int), ("threads", ctypes.c_int64),
                 ("parallel_for", ctypes.c_void_p), ("parallel_for_data", ctypes.c_void_p),
-                ("allocator", ctypes.c_void_p * 3)]  # fmt: skip
+                ("allocator", ctypes.c_void_p * 3), ("backend", ctypes.c_int),
+                ("device", ctypes.c_int32), ("device_allocator", ctypes.c_void_p * 3)]  # fmt: skip
 
 
 class Geglu(ctypes.Structure):

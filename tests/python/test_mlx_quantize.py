@@ -50,7 +50,7 @@ class Quantize(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("batch", ctypes.c_int64),
                 ("heads", ctypes.c_int64), ("tokens", ctypes.c_int64), ("dim", ctypes.c_int64),
                 ("input", Floats), ("output", Stored), ("rule", ctypes.c_int),
-                ("reserved", ctypes.c_int32)]  # fmt: skip
+                ("reserved", ctypes.c_int32), ("non_finite", ctypes.c_void_p)]  # fmt: skip
 
 
 class Dequantize(ctypes.Structure):
@@ -62,7 +62,8 @@ class Dequantize(ctypes.Structure):
 class ContextOptions(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("isa", ctypes.c_int), ("threads", ctypes.c_int64),
                 ("parallel_for", ctypes.c_void_p), ("parallel_for_data", ctypes.c_void_p),
-                ("allocator", ctypes.c_void_p * 3)]  # fmt: skip
+                ("allocator", ctypes.c_void_p * 3), ("backend", ctypes.c_int),
+                ("device", ctypes.c_int32), ("device_allocator", ctypes.c_void_p * 3)]  # fmt: skip
 
 
 class Library:
