@@ -1,0 +1,76 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* What the CUDA backend implements of each operation. The operation's own file (src/attention.c,
+ * src/quantize.c, src/geglu.c, src/cache.c) has checked the descriptor as for the CPU (shapes,
+ * formats, strides, alignment, overlaps), except for what lies in device memory: nobody has looked
+ * through a pointer. Every function enters a CUDA context itself (nyb_cuda_enter), checks pointers
+ * with nyb_cuda_check_pointer, and leaves outputs untouched where it fails. */
+#ifndef NYB_CUDA_OPERATIONS_H
+#define NYB_CUDA_OPERATIONS_H
+
+#include "../attention.h"
+#include "../cache.h"
+#include "../format.h"
+#include "device.h"
+
+/* ---- Attention ------------------------------------------------------------------------------ */
+
+/* Fills path, workspace_bytes (a multiple of NYB_WORKSPACE_ALIGNMENT), key_kernel, value_kernel and
+ * reason. asked: attention.path, or what NYBBLE_PATH said in its place, or AUTO; an explicit FUSED
+ * that is not supported fails with NYB_ERROR_UNSUPPORTED. Called before every run too: cheap, and no
+ * work on the device. */
+nyb_status nyb_cuda_attention_plan(const nyb_attention_call *call, nyb_path asked, nyb_plan *plan);
+
+/* Runs what that plan says; the workspace has been checked against it. Counts its kernels
+ * (nyb_count_kernel: ATTENTION_DECODE, _PREFILL, _GENERAL or _COMPAT, for the formats of K and of
+ * V); the caller counts the path. */
+nyb_status nyb_cuda_attention_run(const nyb_attention_call *call, const nyb_plan *plan,
+                                  void *workspace, nyb_stream stream);
+
+/* ---- Quantize, dequantize, GeGLU ------------------------------------------------------------ */
+
+/* There is at least one row. The caller counts call and kernel. */
+nyb_status nyb_cuda_quantize_run(nyb_context *context, const nyb_quantize *quantize,
+                                 const nyb_row_layout *layout, nyb_stream stream);
+nyb_status nyb_cuda_dequantize_run(nyb_context *context, const nyb_dequantize *dequantize,
+                                   const nyb_row_layout *layout, nyb_stream stream);
+
+/* rows and columns are at least 1; rows that follow each other without a gap in all three are one
+ * row already. path is FUSED or COMPAT. */
+nyb_status nyb_cuda_geglu_run(nyb_context *context, const nyb_geglu *geglu, nyb_path path,
+                              nyb_stream stream);
+
+/* ---- KV cache ------------------------------------------------------------------------------- */
+
+/* What a cache has beside the host's part: made once cache->storage has been sized (its
+ * block is NULL) and the host's lengths are 0. Sets cache->storage to memory of
+ * cache->storage.capacity_tokens, cache->cuda and cache->view_lengths. */
+nyb_status nyb_cuda_cache_create(nyb_cache *cache);
+/* Gives all of it back, in a CUDA context that may be gone. */
+void nyb_cuda_cache_destroy(nyb_cache *cache);
+
+/* append->tokens is at least 1, and fits as the host counts. Grows by nyb_cache_grown_capacity().
+ * On success cache->lengths has been moved along too. */
+nyb_status nyb_cuda_cache_append(nyb_cache *cache, const nyb_append *append, nyb_stream stream);
+/* tokens is more than the capacity, and allowed. */
+nyb_status nyb_cuda_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_stream stream);
+/* Sequences [first, end); tokens may exceed a length. On success the lengths on both sides have
+ * been moved and *most says how many tokens the host saw a sequence lose. */
+nyb_status nyb_cuda_cache_trim(nyb_cache *cache, int64_t first, int64_t end, int64_t tokens,
+                               int64_t *most, nyb_stream stream);
+nyb_status nyb_cuda_cache_refresh(nyb_cache *cache, nyb_stream stream);
+
+/* ---- The shipped matrix --------------------------------------------------------------------- */
+
+/* Each operation names the specialisations that its host code chooses on a device with these
+ * properties, over the shapes and formats that the backend ships tuned or general kernels for, by
+ * running the same choice over a list of shapes. tuned: a spill of registers fails the tests. */
+typedef void (*nyb_cuda_visit)(void *data, const nyb_cuda_spec *spec, bool tuned);
+
+void nyb_cuda_attention_matrix(const nyb_cuda_properties *properties, nyb_cuda_visit visit,
+                               void *data);
+void nyb_cuda_quantize_matrix(const nyb_cuda_properties *properties, nyb_cuda_visit visit,
+                              void *data);
+void nyb_cuda_geglu_matrix(const nyb_cuda_properties *properties, nyb_cuda_visit visit, void *data);
+void nyb_cuda_cache_matrix(const nyb_cuda_properties *properties, nyb_cuda_visit visit, void *data);
+
+#endif
