@@ -582,6 +582,28 @@ typedef struct nyb_counters {
 NYB_API nyb_status nyb_counters_get(const nyb_context *context, nyb_counters *counters);
 NYB_API void nyb_counters_clear(nyb_context *context);
 
+/* What the CUDA backend finds on this machine; the strings are static or this thread's, valid until
+ * its next call. Never fails for want of a GPU: then available is false and reason says why. */
+typedef struct nyb_cuda_info {
+  size_t struct_size;
+  bool available;
+  const char *reason; /* "" when available */
+  int32_t device_count;
+  int32_t driver_version;      /* as CUDA counts: 13000 is 13.0; 0: no driver */
+  int32_t nvrtc_version;       /* likewise; 0: none was found */
+  const char *nvrtc_library;   /* the file that was loaded, or "" */
+  const char *cache_directory; /* of compiled kernels; "" when it is off (NYBBLE_CACHE_DIR="off") */
+  int64_t cached_kernels, cached_bytes;
+  const char *device_name;    /* of the device asked for */
+  int32_t compute_capability; /* 90 is 9.0 */
+  int32_t multiprocessors;
+  int64_t memory_bytes;
+} nyb_cuda_info;
+
+#define NYB_CUDA_INFO_INIT NYB_INIT(nyb_cuda_info)
+
+NYB_API nyb_status nyb_cuda_get_info(int32_t device, nyb_cuda_info *info);
+
 /* The CPU features found here, of those that the library looks for, space-separated. Valid in the
  * calling thread for its lifetime. */
 NYB_API const char *nyb_cpu_features(void);

@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "cuda/operations.h"
 #include "format.h"
 #include "numeric.h"
 #include "views.h"
@@ -201,23 +202,49 @@ static nyb_status check(nyb_context *context, const nyb_attention *a, nyb_attent
 
 /* ---- Choosing the path ---------------------------------------------------------------------- */
 
-static nyb_path choose_path(const nyb_context *context, const nyb_attention *a,
-                            const char **reason) {
+static nyb_path asked_path(const nyb_context *context, const nyb_attention *a,
+                           const char **reason) {
   if (a->path != NYB_PATH_AUTO) {
     *reason = "attention.path asks for it";
     return a->path;
   }
-  if (context->attention_path != NYB_PATH_AUTO) {
-    *reason = "NYBBLE_PATH asked for it when the context was made";
-    return context->attention_path;
-  }
-  *reason = "every format, head size and ratio is supported on the fused path of the CPU";
-  return NYB_PATH_FUSED;
+  *reason = "NYBBLE_PATH asked for it when the context was made";
+  return context->attention_path;
 }
 
-static int64_t workspace_bytes_of(const nyb_attention_call *call, nyb_path path) {
-  return path == NYB_PATH_COMPAT ? nyb_attention_compat_workspace(call)
-                                 : nyb_attention_fused_workspace(call);
+static void plan_on_cpu(const nyb_attention_call *call, nyb_path asked, const char *reason,
+                        nyb_plan *plan) {
+  if (asked == NYB_PATH_AUTO) {
+    reason = "every format, head size and ratio is supported on the fused path of the CPU";
+  }
+  snprintf(plan->reason, sizeof plan->reason, "%s", reason);
+  plan->key_kernel = plan->value_kernel = "";
+  if (asked == NYB_PATH_COMPAT) {
+    plan->path = NYB_PATH_COMPAT;
+    plan->workspace_bytes = (size_t)nyb_attention_compat_workspace(call);
+    return;
+  }
+  const nyb_dispatch *dispatch = &call->context->dispatch;
+  plan->path = NYB_PATH_FUSED;
+  plan->workspace_bytes = (size_t)nyb_attention_fused_workspace(call);
+  plan->key_kernel =
+      nyb_kernel_entries[dispatch->entry[NYB_OPERATION_ATTENTION_SCORES][call->key_format]].name;
+  plan->value_kernel =
+      nyb_kernel_entries[dispatch->entry[NYB_OPERATION_ATTENTION_VALUES][call->value_format]].name;
+}
+
+/* *plan is written only on success. */
+static nyb_status make_plan(const nyb_attention_call *call, nyb_plan *plan) {
+  const char *reason;
+  const nyb_path asked = asked_path(call->context, call->attention, &reason);
+  if (call->context->backend == NYB_BACKEND_CPU) {
+    plan_on_cpu(call, asked, reason, plan);
+    return NYB_OK;
+  }
+  nyb_plan made = *plan;
+  const nyb_status status = nyb_cuda_attention_plan(call, asked, &made);
+  if (status == NYB_OK) *plan = made;
+  return status;
 }
 
 nyb_status nyb_attention_plan(nyb_context *context, const nyb_attention *attention,
@@ -228,21 +255,7 @@ nyb_status nyb_attention_plan(nyb_context *context, const nyb_attention *attenti
   nyb_status status = nyb_check_struct("plan", NULL, plan->struct_size, sizeof *plan);
   if (status == NYB_OK) status = check(context, attention, &call, &views);
   if (status == NYB_OK) status = check_views(&views, NULL, true);
-  if (status != NYB_OK) return status;
-
-  const char *reason;
-  plan->path = choose_path(context, attention, &reason);
-  snprintf(plan->reason, sizeof plan->reason, "%s", reason);
-  plan->workspace_bytes = (size_t)workspace_bytes_of(&call, plan->path);
-  plan->key_kernel = plan->value_kernel = "";
-  if (plan->path == NYB_PATH_FUSED) {
-    const nyb_dispatch *dispatch = &context->dispatch;
-    plan->key_kernel =
-        nyb_kernel_entries[dispatch->entry[NYB_OPERATION_ATTENTION_SCORES][call.key_format]].name;
-    plan->value_kernel =
-        nyb_kernel_entries[dispatch->entry[NYB_OPERATION_ATTENTION_VALUES][call.value_format]].name;
-  }
-  return NYB_OK;
+  return status == NYB_OK ? make_plan(&call, plan) : status;
 }
 
 /* ---- Run ------------------------------------------------------------------------------------ */
@@ -269,12 +282,14 @@ nyb_status nyb_attention_run(nyb_context *context, const nyb_attention *attentio
   call_views views;
   nyb_status status = check(context, attention, &call, &views);
   if (status != NYB_OK) return status;
-  if (stream != NULL) {
+  const bool on_cuda = context->backend == NYB_BACKEND_CUDA;
+  if (stream != NULL && !on_cuda) {
     return nyb_fail(NYB_ERROR_VALUE, "stream is %p; it must be NULL on the CPU", stream);
   }
-  const char *reason;
-  const nyb_path path = choose_path(context, attention, &reason);
-  const int64_t needed = workspace_bytes_of(&call, path);
+  nyb_plan plan = NYB_PLAN_INIT;
+  status = make_plan(&call, &plan);
+  if (status != NYB_OK) return status;
+  const int64_t needed = (int64_t)plan.workspace_bytes;
   status = check_workspace(workspace, workspace_bytes, needed);
   if (status != NYB_OK) return status;
   const nyb_view workspace_view = {.owner = "workspace",
@@ -285,16 +300,19 @@ nyb_status nyb_attention_run(nyb_context *context, const nyb_attention *attentio
   nyb_extent workspace_extent;
   status = nyb_extent_of(&workspace_view, &workspace_extent);
   if (status == NYB_OK) status = check_views(&views, &workspace_extent, false);
-  if (status == NYB_OK) status = check_lengths(attention);
+  if (status == NYB_OK && !on_cuda) status = check_lengths(attention);
   if (status != NYB_OK) return status;
 
-  if (path == NYB_PATH_COMPAT) {
+  if (on_cuda) {
+    status = nyb_cuda_attention_run(&call, &plan, workspace, stream);
+    if (status != NYB_OK) return status;
+  } else if (plan.path == NYB_PATH_COMPAT) {
     nyb_attention_compat_run(&call, workspace);
-    nyb_count(context, NYB_COUNTER_ATTENTION_COMPAT);
   } else {
     nyb_attention_fused_run(&call, workspace);
-    nyb_count(context, NYB_COUNTER_ATTENTION_FUSED);
   }
+  nyb_count(context, plan.path == NYB_PATH_COMPAT ? NYB_COUNTER_ATTENTION_COMPAT
+                                                  : NYB_COUNTER_ATTENTION_FUSED);
   return NYB_OK;
 }
 

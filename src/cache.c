@@ -1,21 +1,17 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The KV cache: one layer's keys and values, quantized as they come.
- *
- * Six arrays (codes, scales and biases of K and of V) lie in one block. Each array is cut into
- * planes, one for each batch entry and head, in which the rows of its tokens follow each other; a
- * plane has room for capacity_tokens rows and starts at a multiple of NYB_PLANE_ALIGNMENT bytes.
- * What lies beyond a sequence's length has no meaning, and may never have been written. */
+/* The KV cache: one layer's keys and values, quantized as they come. Here are the checks of every
+ * backend and the CPU's cache; what lies in device memory is src/cuda/cache.c's. */
+#include "cache.h"
+
 #include <inttypes.h>
 #include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
-#include "context.h"
-#include "format.h"
+#include "cuda/operations.h"
 #include "quantize.h"
 #include "views.h"
 
-#define NYB_PLANE_ALIGNMENT 64
 #define NYB_SMALLEST_CAPACITY_TOKENS 64 /* of a cache that grows on its own */
 
 /* An append is cut into tasks of about this many elements, and a small one is not cut at all:
@@ -24,40 +20,12 @@
 /* Moving fewer bytes than this is not worth waking threads for. */
 #define NYB_PARALLEL_COPY_BYTES ((int64_t)1 << 20)
 
-enum { KEY, VALUE, PARTS };
-enum { CODES, SCALES, BIASES, ARRAYS };
-
-typedef struct cache_part {
-  nyb_format format;
-  int64_t dim;
-  nyb_row_layout layout;
-  int64_t row_bytes[ARRAYS]; /* 0 where the format has no such array */
-} cache_part;
-
-typedef struct cache_storage {
-  void *block; /* NULL while there is no capacity */
-  int64_t bytes, capacity_tokens;
-  char *array[PARTS][ARRAYS];
-  int64_t plane_bytes[PARTS][ARRAYS];
-} cache_storage;
-
-struct nyb_cache {
-  nyb_context *context;
-  int64_t batch, kv_heads;
-  cache_part part[PARTS];
-  nyb_rule rule;
-  int64_t limit_tokens; /* max_tokens, or what an int32_t can count */
-  cache_storage storage;
-  int64_t reallocations, copied_bytes;
-  int32_t lengths[]; /* [batch] */
-};
-
 static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 
 static int64_t plane_count(const nyb_cache *cache) { return cache->batch * cache->kv_heads; }
 
-static int64_t longest(const nyb_cache *cache) {
+int64_t nyb_cache_longest(const nyb_cache *cache) {
   int64_t length = 0;
   for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
     length = larger(length, cache->lengths[sequence]);
@@ -65,8 +33,10 @@ static int64_t longest(const nyb_cache *cache) {
   return length;
 }
 
-static nyb_status check_stream(nyb_stream stream) {
-  if (stream == NULL) return NYB_OK;
+static bool on_cuda(const nyb_cache *cache) { return cache->context->backend == NYB_BACKEND_CUDA; }
+
+static nyb_status check_stream(const nyb_cache *cache, nyb_stream stream) {
+  if (stream == NULL || on_cuda(cache)) return NYB_OK;
   return nyb_fail(NYB_ERROR_VALUE, "stream is %p; it must be NULL on the CPU", stream);
 }
 
@@ -81,16 +51,15 @@ static nyb_status fail_size(const nyb_cache *cache, int64_t capacity_tokens) {
   return nyb_fail(NYB_ERROR_SHAPE,
                   "%" PRId64 " tokens of batch %" PRId64 ", kv_heads %" PRId64 ", key_dim %" PRId64
                   " and value_dim %" PRId64 " take more bytes than int64 counts",
-                  capacity_tokens, cache->batch, cache->kv_heads, cache->part[KEY].dim,
-                  cache->part[VALUE].dim);
+                  capacity_tokens, cache->batch, cache->kv_heads, cache->part[NYB_KEY].dim,
+                  cache->part[NYB_VALUE].dim);
 }
 
-/* Sizes of a storage; no memory yet. */
-static nyb_status size_storage(const nyb_cache *cache, int64_t capacity_tokens,
-                               cache_storage *storage) {
-  *storage = (cache_storage){.capacity_tokens = capacity_tokens};
-  for (int part = 0; part < PARTS; part++) {
-    for (int array = 0; array < ARRAYS; array++) {
+nyb_status nyb_cache_size_storage(const nyb_cache *cache, int64_t capacity_tokens,
+                                  nyb_cache_storage *storage) {
+  *storage = (nyb_cache_storage){.capacity_tokens = capacity_tokens};
+  for (int part = 0; part < NYB_CACHE_PARTS; part++) {
+    for (int array = 0; array < NYB_CACHE_ARRAYS; array++) {
       int64_t bytes;
       if (__builtin_mul_overflow(cache->part[part].row_bytes[array], capacity_tokens, &bytes) ||
           bytes > INT64_MAX - NYB_PLANE_ALIGNMENT) {
@@ -107,9 +76,20 @@ static nyb_status size_storage(const nyb_cache *cache, int64_t capacity_tokens,
   return NYB_OK;
 }
 
+void nyb_cache_place_arrays(const nyb_cache *cache, nyb_cache_storage *storage) {
+  char *next = storage->block;
+  for (int part = 0; part < NYB_CACHE_PARTS; part++) {
+    for (int array = 0; array < NYB_CACHE_ARRAYS; array++) {
+      if (storage->plane_bytes[part][array] == 0) continue;
+      storage->array[part][array] = next;
+      next += storage->plane_bytes[part][array] * plane_count(cache);
+    }
+  }
+}
+
 static nyb_status make_storage(const nyb_cache *cache, int64_t capacity_tokens,
-                               cache_storage *storage) {
-  const nyb_status status = size_storage(cache, capacity_tokens, storage);
+                               nyb_cache_storage *storage) {
+  const nyb_status status = nyb_cache_size_storage(cache, capacity_tokens, storage);
   if (status != NYB_OK || storage->bytes == 0) return status;
   if ((uint64_t)storage->bytes <= SIZE_MAX) {
     storage->block = nyb_allocate(cache->context, (size_t)storage->bytes, NYB_PLANE_ALIGNMENT);
@@ -120,43 +100,35 @@ static nyb_status make_storage(const nyb_cache *cache, int64_t capacity_tokens,
                     " tokens in each of %" PRId64 " sequences",
                     storage->bytes, capacity_tokens, cache->batch);
   }
-  char *next = storage->block;
-  for (int part = 0; part < PARTS; part++) {
-    for (int array = 0; array < ARRAYS; array++) {
-      if (storage->plane_bytes[part][array] == 0) continue;
-      storage->array[part][array] = next;
-      next += storage->plane_bytes[part][array] * plane_count(cache);
-    }
-  }
+  nyb_cache_place_arrays(cache, storage);
   return NYB_OK;
 }
 
-static void release_storage(const nyb_cache *cache, cache_storage *storage) {
+static void release_storage(const nyb_cache *cache, nyb_cache_storage *storage) {
   if (storage->block != NULL) nyb_release(cache->context, storage->block);
 }
 
-/* Bytes of the tokens that are there. */
-static int64_t used_bytes(const nyb_cache *cache) {
+int64_t nyb_cache_used_bytes(const nyb_cache *cache) {
   int64_t tokens = 0;
   for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
     tokens += cache->lengths[sequence];
   }
   return tokens * cache->kv_heads *
-         (cache->part[KEY].layout.row_bytes + cache->part[VALUE].layout.row_bytes);
+         (cache->part[NYB_KEY].layout.row_bytes + cache->part[NYB_VALUE].layout.row_bytes);
 }
 
 typedef struct copy_work {
   const nyb_cache *cache;
-  const cache_storage *target;
+  const nyb_cache_storage *target;
 } copy_work;
 
 static void copy_plane(void *task_data, int64_t plane) {
   const copy_work *work = task_data;
   const nyb_cache *cache = work->cache;
-  const cache_storage *source = &cache->storage, *target = work->target;
+  const nyb_cache_storage *source = &cache->storage, *target = work->target;
   const int64_t tokens = cache->lengths[plane / cache->kv_heads];
-  for (int part = 0; part < PARTS; part++) {
-    for (int array = 0; array < ARRAYS; array++) {
+  for (int part = 0; part < NYB_CACHE_PARTS; part++) {
+    for (int array = 0; array < NYB_CACHE_ARRAYS; array++) {
       const int64_t bytes = tokens * cache->part[part].row_bytes[array];
       if (bytes == 0) continue;
       memcpy(target->array[part][array] + plane * target->plane_bytes[part][array],
@@ -167,11 +139,11 @@ static void copy_plane(void *task_data, int64_t plane) {
 
 /* A larger storage that holds the tokens of the cache's own, which stays as it is. */
 static nyb_status make_larger(const nyb_cache *cache, int64_t capacity_tokens,
-                              cache_storage *storage) {
+                              nyb_cache_storage *storage) {
   const nyb_status status = make_storage(cache, capacity_tokens, storage);
   if (status != NYB_OK) return status;
   copy_work work = {cache, storage};
-  if (used_bytes(cache) >= NYB_PARALLEL_COPY_BYTES) {
+  if (nyb_cache_used_bytes(cache) >= NYB_PARALLEL_COPY_BYTES) {
     nyb_parallel(cache->context, plane_count(cache), copy_plane, &work);
   } else {
     for (int64_t plane = 0; plane < plane_count(cache); plane++) copy_plane(&work, plane);
@@ -179,17 +151,17 @@ static nyb_status make_larger(const nyb_cache *cache, int64_t capacity_tokens,
   return NYB_OK;
 }
 
-static void adopt_storage(nyb_cache *cache, const cache_storage *storage) {
+static void adopt_storage(nyb_cache *cache, const nyb_cache_storage *storage) {
   if (cache->storage.block != NULL) {
     cache->reallocations++;
-    cache->copied_bytes += used_bytes(cache);
+    cache->copied_bytes += nyb_cache_used_bytes(cache);
   }
   release_storage(cache, &cache->storage);
   cache->storage = *storage;
 }
 
 /* Twice what there is, so that a cache filled token by token copies each token less than twice. */
-static int64_t grown_capacity(const nyb_cache *cache, int64_t needed_tokens) {
+int64_t nyb_cache_grown_capacity(const nyb_cache *cache, int64_t needed_tokens) {
   const int64_t doubled = larger(2 * cache->storage.capacity_tokens, NYB_SMALLEST_CAPACITY_TOKENS);
   return larger(needed_tokens, smaller(doubled, cache->limit_tokens));
 }
@@ -217,16 +189,16 @@ static nyb_status check_sizes(const nyb_cache_options *options) {
   return NYB_OK;
 }
 
-static nyb_status fill_part(cache_part *part, const nyb_format *format, const char *field,
+static nyb_status fill_part(nyb_cache_part *part, const nyb_format *format, const char *field,
                             int64_t dim, const char *dim_field) {
   const nyb_status status = nyb_format_check(format, field, dim, dim_field, &part->layout);
   if (status != NYB_OK) return status;
   part->format = *format;
   part->dim = dim;
   const nyb_row_layout *layout = &part->layout;
-  part->row_bytes[CODES] = layout->codes_bytes;
-  part->row_bytes[SCALES] = layout->groups * (int64_t)layout->scale_bytes;
-  part->row_bytes[BIASES] = part->row_bytes[SCALES];
+  part->row_bytes[NYB_CODES] = layout->codes_bytes;
+  part->row_bytes[NYB_SCALES] = layout->groups * (int64_t)layout->scale_bytes;
+  part->row_bytes[NYB_BIASES] = part->row_bytes[NYB_SCALES];
   return NYB_OK;
 }
 
@@ -235,10 +207,10 @@ static nyb_status check_options(const nyb_cache_options *options, nyb_cache *mad
   nyb_status status = nyb_check_struct("options", options, options->struct_size, sizeof *options);
   if (status == NYB_OK) status = check_sizes(options);
   if (status != NYB_OK) return status;
-  status = fill_part(&made->part[KEY], &options->key_format, "options.key_format", options->key_dim,
-                     "options.key_dim");
+  status = fill_part(&made->part[NYB_KEY], &options->key_format, "options.key_format",
+                     options->key_dim, "options.key_dim");
   if (status != NYB_OK) return status;
-  status = fill_part(&made->part[VALUE], &options->value_format, "options.value_format",
+  status = fill_part(&made->part[NYB_VALUE], &options->value_format, "options.value_format",
                      options->value_dim, "options.value_dim");
   if (status != NYB_OK) return status;
   if (options->rule != NYB_RULE_MLX_CPU && options->rule != NYB_RULE_MLX_GPU) {
@@ -254,8 +226,8 @@ static nyb_status check_options(const nyb_cache_options *options, nyb_cache *mad
   made->batch = options->batch;
   made->kv_heads = options->kv_heads;
   made->limit_tokens = options->max_tokens > 0 ? options->max_tokens : INT32_MAX;
-  cache_storage unused; /* a single token that takes too many bytes is refused here already */
-  return size_storage(made, larger(1, options->initial_capacity_tokens), &unused);
+  nyb_cache_storage unused; /* a single token that takes too many bytes is refused here already */
+  return nyb_cache_size_storage(made, larger(1, options->initial_capacity_tokens), &unused);
 }
 
 nyb_status nyb_cache_create(nyb_context *context, const nyb_cache_options *options,
@@ -276,7 +248,13 @@ nyb_status nyb_cache_create(nyb_context *context, const nyb_cache_options *optio
   }
   memset(made, 0, bytes);
   memcpy(made, &checked, sizeof checked);
-  status = make_storage(made, options->initial_capacity_tokens, &made->storage);
+  made->view_lengths = made->lengths;
+  if (on_cuda(made)) {
+    status = nyb_cache_size_storage(made, options->initial_capacity_tokens, &made->storage);
+    if (status == NYB_OK) status = nyb_cuda_cache_create(made);
+  } else {
+    status = make_storage(made, options->initial_capacity_tokens, &made->storage);
+  }
   if (status != NYB_OK) {
     nyb_release(context, made);
     return status;
@@ -287,7 +265,11 @@ nyb_status nyb_cache_create(nyb_context *context, const nyb_cache_options *optio
 
 void nyb_cache_destroy(nyb_cache *cache) {
   if (cache == NULL) return;
-  release_storage(cache, &cache->storage);
+  if (on_cuda(cache)) {
+    nyb_cuda_cache_destroy(cache);
+  } else {
+    release_storage(cache, &cache->storage);
+  }
   nyb_release(cache->context, cache);
 }
 
@@ -296,10 +278,10 @@ void nyb_cache_destroy(nyb_cache *cache) {
 /* Rows are numbered through: those of K before those of V, then by sequence, head and token. */
 typedef struct append_work {
   const nyb_cache *cache;
-  const cache_storage *target;
+  const nyb_cache_storage *target;
   int64_t tokens;
-  const nyb_input *input[PARTS];
-  nyb_quantize_fn kernel[PARTS];
+  const nyb_input *input[NYB_CACHE_PARTS];
+  nyb_quantize_fn kernel[NYB_CACHE_PARTS];
   int64_t rows, rows_per_task;
   _Atomic int64_t first_bad_row; /* or rows */
 } append_work;
@@ -312,8 +294,8 @@ typedef struct row_place {
 static row_place place_of(const append_work *work, int64_t row) {
   const int64_t planes = plane_count(work->cache), kv_heads = work->cache->kv_heads;
   const int64_t plane = row / work->tokens;
-  row_place place = {.part = plane < planes ? KEY : VALUE, .token = row % work->tokens};
-  place.plane = place.part == KEY ? plane : plane - planes;
+  row_place place = {.part = plane < planes ? NYB_KEY : NYB_VALUE, .token = row % work->tokens};
+  place.plane = place.part == NYB_KEY ? plane : plane - planes;
   place.sequence = place.plane / kv_heads;
   place.head = place.plane % kv_heads;
   return place;
@@ -328,17 +310,17 @@ static void step(const append_work *work, row_place *place, int64_t rows) {
   if (++place->head < work->cache->kv_heads) return;
   place->head = 0;
   if (++place->sequence < work->cache->batch) return;
-  *place = (row_place){.part = VALUE};
+  *place = (row_place){.part = NYB_VALUE};
 }
 
 static nyb_quantize_span span_at(const append_work *work, const row_place *at, int64_t rows) {
   const nyb_cache *cache = work->cache;
-  const cache_part *part = &cache->part[at->part];
+  const nyb_cache_part *part = &cache->part[at->part];
   const nyb_input *input = work->input[at->part];
   const int64_t element =
       at->sequence * input->stride[0] + at->head * input->stride[1] + at->token * input->stride[2];
-  char *array[ARRAYS];
-  for (int i = 0; i < ARRAYS; i++) {
+  char *array[NYB_CACHE_ARRAYS];
+  for (int i = 0; i < NYB_CACHE_ARRAYS; i++) {
     array[i] = work->target->array[at->part][i];
     if (array[i] == NULL) continue;
     array[i] += at->plane * work->target->plane_bytes[at->part][i] +
@@ -351,9 +333,9 @@ static nyb_quantize_span span_at(const append_work *work, const row_place *at, i
       .group_size = part->layout.group_size,
       .rule = cache->rule,
       .scale_dtype = part->format.dtype,
-      .codes = array[CODES],
-      .scales = array[SCALES],
-      .biases = array[BIASES],
+      .codes = array[NYB_CODES],
+      .scales = array[NYB_SCALES],
+      .biases = array[NYB_BIASES],
   };
 }
 
@@ -371,7 +353,7 @@ static void append_rows(void *task_data, int64_t task) {
   int64_t row = task * work->rows_per_task;
   row_place place = place_of(work, row);
   while (row < end) {
-    const cache_part *part = &work->cache->part[place.part];
+    const nyb_cache_part *part = &work->cache->part[place.part];
     const bool adjacent = work->input[place.part]->stride[2] == part->dim;
     const int64_t rows = adjacent ? smaller(end - row, work->tokens - place.token) : 1;
     const nyb_quantize_span span = span_at(work, &place, rows);
@@ -390,22 +372,22 @@ static nyb_status refuse_row(const append_work *work, int64_t row) {
   const nyb_quantize_span span = span_at(work, &place, 1);
   char where[128];
   snprintf(where, sizeof where, "append.%s at batch %" PRId64 ", head %" PRId64 ", token %" PRId64,
-           place.part == KEY ? "key" : "value", place.sequence, place.head, place.token);
+           place.part == NYB_KEY ? "key" : "value", place.sequence, place.head, place.token);
   return nyb_quantize_refuse(&span, work->kernel[place.part](&span), where);
 }
 
 /* Quantizes into target, beyond the lengths, where a failure leaves nothing that counts. */
-static nyb_status fill(const nyb_cache *cache, const cache_storage *target,
+static nyb_status fill(const nyb_cache *cache, const nyb_cache_storage *target,
                        const nyb_append *append) {
-  const int64_t key_dim = cache->part[KEY].dim, value_dim = cache->part[VALUE].dim;
+  const int64_t key_dim = cache->part[NYB_KEY].dim, value_dim = cache->part[NYB_VALUE].dim;
   append_work work = {
       .cache = cache,
       .target = target,
       .tokens = append->tokens,
       .input = {&append->key, &append->value},
-      .rows = PARTS * plane_count(cache) * append->tokens,
+      .rows = NYB_CACHE_PARTS * plane_count(cache) * append->tokens,
   };
-  for (int part = 0; part < PARTS; part++) {
+  for (int part = 0; part < NYB_CACHE_PARTS; part++) {
     work.kernel[part] = (nyb_quantize_fn)nyb_kernel_for(cache->context, NYB_OPERATION_QUANTIZE,
                                                         cache->part[part].layout.id);
   }
@@ -423,9 +405,9 @@ static nyb_status fill(const nyb_cache *cache, const cache_storage *target,
 
 static nyb_status check_input(const nyb_cache *cache, int part, const nyb_input *input,
                               int64_t tokens) {
-  const char *owner = part == KEY ? "append.key" : "append.value";
+  const char *owner = part == NYB_KEY ? "append.key" : "append.value";
   nyb_status status =
-      nyb_check_dtype(part == KEY ? "append.key.dtype" : "append.value.dtype", input->dtype);
+      nyb_check_dtype(part == NYB_KEY ? "append.key.dtype" : "append.value.dtype", input->dtype);
   if (status != NYB_OK) return status;
   const nyb_view view = {
       .owner = owner,
@@ -460,26 +442,47 @@ static nyb_status check_append(const nyb_cache *cache, const nyb_append *append)
     return nyb_fail(NYB_ERROR_SHAPE, "append.tokens is %" PRId64 "; it must not be negative",
                     append->tokens);
   }
-  if (append->non_finite != NULL) {
+  if (append->non_finite != NULL && !on_cuda(cache)) {
     return nyb_fail(NYB_ERROR_VALUE, "append.non_finite is %p; it must be NULL on the CPU",
                     (void *)append->non_finite);
   }
-  const int64_t length = longest(cache);
+  const int64_t length = nyb_cache_longest(cache);
   if (append->tokens > cache->limit_tokens - length) {
     return nyb_fail(NYB_ERROR_LENGTH,
                     "append.tokens is %" PRId64 "; the cache holds %" PRId64 " of at most %" PRId64
                     " tokens",
                     append->tokens, length, cache->limit_tokens);
   }
-  for (int part = 0; part < PARTS && status == NYB_OK; part++) {
-    status = check_input(cache, part, part == KEY ? &append->key : &append->value, append->tokens);
+  for (int part = 0; part < NYB_CACHE_PARTS && status == NYB_OK; part++) {
+    status =
+        check_input(cache, part, part == NYB_KEY ? &append->key : &append->value, append->tokens);
   }
   return status;
 }
 
+/* In the calling thread's memory. */
+static nyb_status append_here(nyb_cache *cache, const nyb_append *append) {
+  nyb_cache_storage target = cache->storage;
+  const int64_t needed_tokens = nyb_cache_longest(cache) + append->tokens;
+  const bool grows = needed_tokens > target.capacity_tokens;
+  nyb_status status = NYB_OK;
+  if (grows) status = make_larger(cache, nyb_cache_grown_capacity(cache, needed_tokens), &target);
+  if (status != NYB_OK) return status;
+  status = fill(cache, &target, append);
+  if (status != NYB_OK) {
+    if (grows) release_storage(cache, &target);
+    return status;
+  }
+  if (grows) adopt_storage(cache, &target);
+  for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
+    cache->lengths[sequence] += (int32_t)append->tokens;
+  }
+  return NYB_OK;
+}
+
 nyb_status nyb_cache_append(nyb_cache *cache, const nyb_append *append, nyb_stream stream) {
   nyb_status status = check_cache(cache);
-  if (status == NYB_OK) status = check_stream(stream);
+  if (status == NYB_OK) status = check_stream(cache, stream);
   if (status != NYB_OK) return status;
   if (append == NULL) {
     return nyb_fail(NYB_ERROR_NULL, "append is NULL; it must point to an nyb_append");
@@ -488,23 +491,15 @@ nyb_status nyb_cache_append(nyb_cache *cache, const nyb_append *append, nyb_stre
   if (status != NYB_OK) return status;
   nyb_context *const context = cache->context;
   if (append->tokens > 0) {
-    cache_storage target = cache->storage;
-    const int64_t needed_tokens = longest(cache) + append->tokens;
-    const bool grows = needed_tokens > target.capacity_tokens;
-    if (grows) status = make_larger(cache, grown_capacity(cache, needed_tokens), &target);
+    status =
+        on_cuda(cache) ? nyb_cuda_cache_append(cache, append, stream) : append_here(cache, append);
     if (status != NYB_OK) return status;
-    status = fill(cache, &target, append);
-    if (status != NYB_OK) {
-      if (grows) release_storage(cache, &target);
-      return status;
-    }
-    if (grows) adopt_storage(cache, &target);
-    for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
-      cache->lengths[sequence] += (int32_t)append->tokens;
-    }
-    const nyb_format_id key = cache->part[KEY].layout.id, value = cache->part[VALUE].layout.id;
-    nyb_count_kernel(context, NYB_OPERATION_QUANTIZE, key);
-    if (value != key) nyb_count_kernel(context, NYB_OPERATION_QUANTIZE, value);
+    const nyb_operation operation =
+        on_cuda(cache) ? NYB_OPERATION_CACHE_APPEND : NYB_OPERATION_QUANTIZE;
+    const nyb_format_id key = cache->part[NYB_KEY].layout.id;
+    const nyb_format_id value = cache->part[NYB_VALUE].layout.id;
+    nyb_count_kernel(context, operation, key);
+    if (value != key) nyb_count_kernel(context, operation, value);
   }
   nyb_count(context, NYB_COUNTER_CACHE_APPEND);
   return NYB_OK;
@@ -514,7 +509,7 @@ nyb_status nyb_cache_append(nyb_cache *cache, const nyb_append *append, nyb_stre
 
 nyb_status nyb_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_stream stream) {
   nyb_status status = check_cache(cache);
-  if (status == NYB_OK) status = check_stream(stream);
+  if (status == NYB_OK) status = check_stream(cache, stream);
   if (status != NYB_OK) return status;
   if (tokens < 0) {
     return nyb_fail(NYB_ERROR_SHAPE, "tokens is %" PRId64 "; it must not be negative", tokens);
@@ -525,7 +520,8 @@ nyb_status nyb_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_stream stream
                     cache->limit_tokens);
   }
   if (tokens <= cache->storage.capacity_tokens) return NYB_OK;
-  cache_storage storage;
+  if (on_cuda(cache)) return nyb_cuda_cache_reserve(cache, tokens, stream);
+  nyb_cache_storage storage;
   status = make_larger(cache, tokens, &storage);
   if (status == NYB_OK) adopt_storage(cache, &storage);
   return status;
@@ -539,7 +535,7 @@ static nyb_status fail_sequence(const nyb_cache *cache, int64_t sequence, const 
 nyb_status nyb_cache_trim(nyb_cache *cache, int64_t sequence, int64_t tokens, int64_t *trimmed,
                           nyb_stream stream) {
   nyb_status status = check_cache(cache);
-  if (status == NYB_OK) status = check_stream(stream);
+  if (status == NYB_OK) status = check_stream(cache, stream);
   if (status != NYB_OK) return status;
   if (sequence != NYB_ALL_SEQUENCES && (sequence < 0 || sequence >= cache->batch)) {
     return fail_sequence(cache, sequence, ", or NYB_ALL_SEQUENCES");
@@ -550,10 +546,15 @@ nyb_status nyb_cache_trim(nyb_cache *cache, int64_t sequence, int64_t tokens, in
   const int64_t first = sequence == NYB_ALL_SEQUENCES ? 0 : sequence;
   const int64_t end = sequence == NYB_ALL_SEQUENCES ? cache->batch : sequence + 1;
   int64_t most = 0;
-  for (int64_t i = first; i < end; i++) {
-    const int64_t lost = smaller(tokens, cache->lengths[i]);
-    cache->lengths[i] -= (int32_t)lost;
-    most = larger(most, lost);
+  if (on_cuda(cache)) {
+    status = nyb_cuda_cache_trim(cache, first, end, tokens, &most, stream);
+    if (status != NYB_OK) return status;
+  } else {
+    for (int64_t i = first; i < end; i++) {
+      const int64_t lost = smaller(tokens, cache->lengths[i]);
+      cache->lengths[i] -= (int32_t)lost;
+      most = larger(most, lost);
+    }
   }
   if (trimmed != NULL) *trimmed = most;
   return NYB_OK;
@@ -564,8 +565,10 @@ nyb_status nyb_cache_reset(nyb_cache *cache, nyb_stream stream) {
 }
 
 nyb_status nyb_cache_refresh(nyb_cache *cache, nyb_stream stream) {
-  const nyb_status status = check_cache(cache);
-  return status == NYB_OK ? check_stream(stream) : status;
+  nyb_status status = check_cache(cache);
+  if (status == NYB_OK) status = check_stream(cache, stream);
+  if (status == NYB_OK && on_cuda(cache)) status = nyb_cuda_cache_refresh(cache, stream);
+  return status;
 }
 
 /* ---- Looking at a cache ------------------------------------------------------------------- */
@@ -587,7 +590,7 @@ nyb_status nyb_cache_get_usage(const nyb_cache *cache, nyb_cache_usage *usage) {
   }
   status = nyb_check_struct("usage", NULL, usage->struct_size, sizeof *usage);
   if (status != NYB_OK) return status;
-  usage->used_bytes = used_bytes(cache);
+  usage->used_bytes = nyb_cache_used_bytes(cache);
   usage->allocated_bytes = cache->storage.bytes;
   usage->capacity_tokens = cache->storage.capacity_tokens;
   usage->reallocations = cache->reallocations;
@@ -596,19 +599,19 @@ nyb_status nyb_cache_get_usage(const nyb_cache *cache, nyb_cache_usage *usage) {
 }
 
 static nyb_stored view_of_part(const nyb_cache *cache, int part) {
-  const cache_storage *storage = &cache->storage;
+  const nyb_cache_storage *storage = &cache->storage;
   const nyb_row_layout *layout = &cache->part[part].layout;
   nyb_stored stored = {
       .format = cache->part[part].format,
-      .codes = storage->array[part][CODES],
-      .scales = storage->array[part][SCALES],
-      .biases = storage->array[part][BIASES],
+      .codes = storage->array[part][NYB_CODES],
+      .scales = storage->array[part][NYB_SCALES],
+      .biases = storage->array[part][NYB_BIASES],
   };
-  int64_t *const strides[ARRAYS] = {stored.codes_stride, stored.scales_stride,
-                                    stored.biases_stride};
-  for (int array = 0; array < ARRAYS; array++) {
+  int64_t *const strides[NYB_CACHE_ARRAYS] = {stored.codes_stride, stored.scales_stride,
+                                              stored.biases_stride};
+  for (int array = 0; array < NYB_CACHE_ARRAYS; array++) {
     const int64_t element_bytes =
-        (int64_t)(array == CODES ? layout->code_bytes : layout->scale_bytes);
+        (int64_t)(array == NYB_CODES ? layout->code_bytes : layout->scale_bytes);
     if (element_bytes == 0) continue;
     const int64_t plane = storage->plane_bytes[part][array] / element_bytes;
     strides[array][0] = plane * cache->kv_heads;
@@ -628,11 +631,11 @@ nyb_status nyb_cache_view(const nyb_cache *cache, nyb_attention *attention) {
   if (status != NYB_OK) return status;
   attention->batch = cache->batch;
   attention->kv_heads = cache->kv_heads;
-  attention->key_dim = cache->part[KEY].dim;
-  attention->value_dim = cache->part[VALUE].dim;
+  attention->key_dim = cache->part[NYB_KEY].dim;
+  attention->value_dim = cache->part[NYB_VALUE].dim;
   attention->capacity_tokens = cache->storage.capacity_tokens;
-  attention->lengths = cache->lengths;
-  attention->k = view_of_part(cache, KEY);
-  attention->v = view_of_part(cache, VALUE);
+  attention->lengths = cache->view_lengths;
+  attention->k = view_of_part(cache, NYB_KEY);
+  attention->v = view_of_part(cache, NYB_VALUE);
   return NYB_OK;
 }

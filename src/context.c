@@ -7,6 +7,8 @@
 #include <string.h>
 
 #include "cpu/geglu_tables.h"
+#include "cuda/driver.h"
+#include "cuda/jit.h"
 #include "floating_point.h"
 #include "threads.h"
 
@@ -169,6 +171,25 @@ static nyb_status choose_isa(nyb_isa asked, nyb_isa *isa) {
   return NYB_OK;
 }
 
+static nyb_status choose_cuda(const nyb_context_options *options, nyb_isa *isa) {
+  if (options->isa != NYB_ISA_AUTO) {
+    return nyb_fail(NYB_ERROR_VALUE,
+                    "options.isa is %d, %s; with options.backend NYB_BACKEND_CUDA it must be "
+                    "NYB_ISA_AUTO",
+                    (int)options->isa, nyb_isa_name(options->isa));
+  }
+  const nyb_cuda_driver *driver;
+  nyb_status status = nyb_cuda_driver_load(&driver);
+  if (status == NYB_OK) status = nyb_nvrtc_load();
+  if (status != NYB_OK) return status;
+  if (options->device < 0 || options->device >= driver->device_count) {
+    return nyb_fail(NYB_ERROR_VALUE, "options.device is %d; there are CUDA devices 0 to %d",
+                    (int)options->device, (int)driver->device_count - 1);
+  }
+  *isa = NYB_ISA_CUDA;
+  return NYB_OK;
+}
+
 static nyb_status choose_threads(int64_t asked, int64_t *threads) {
   if (asked < 0 || asked > NYB_MAX_THREADS) {
     return nyb_fail(NYB_ERROR_VALUE, "options.threads is %lld; it must be 0 (all) to %d",
@@ -226,14 +247,22 @@ nyb_status nyb_context_create(const nyb_context_options *options, nyb_context **
   const nyb_status size_status =
       nyb_check_struct("options", options, options->struct_size, sizeof *options);
   if (size_status != NYB_OK) return size_status;
-  if (options->backend != NYB_BACKEND_CPU) {
-    return nyb_fail(NYB_ERROR_ENUM, "options.backend is %d; it must be NYB_BACKEND_CPU",
+  const bool on_cuda = options->backend == NYB_BACKEND_CUDA;
+  if (!on_cuda && options->backend != NYB_BACKEND_CPU) {
+    return nyb_fail(NYB_ERROR_ENUM,
+                    "options.backend is %d; it must be NYB_BACKEND_CPU or NYB_BACKEND_CUDA",
                     (int)options->backend);
   }
   nyb_allocator allocator = options->allocator;
   if ((allocator.allocate == NULL) != (allocator.release == NULL)) {
     return nyb_fail(NYB_ERROR_NULL,
                     "options.allocator has only one of allocate and release; set both or neither");
+  }
+  const nyb_allocator *device_allocator = &options->device_allocator;
+  if ((device_allocator->allocate == NULL) != (device_allocator->release == NULL)) {
+    return nyb_fail(NYB_ERROR_NULL,
+                    "options.device_allocator has only one of allocate and release; set both or "
+                    "neither");
   }
   if (allocator.allocate == NULL) {
     allocator = (nyb_allocator){.allocate = allocate_aligned, .release = release_aligned};
@@ -242,8 +271,9 @@ nyb_status nyb_context_create(const nyb_context_options *options, nyb_context **
   nyb_isa isa;
   int64_t threads;
   nyb_path attention_path, geglu_path;
-  nyb_status status = choose_isa(options->isa, &isa);
+  nyb_status status = on_cuda ? choose_cuda(options, &isa) : choose_isa(options->isa, &isa);
   if (status == NYB_OK) status = choose_threads(options->threads, &threads);
+  if (on_cuda) threads = 1; /* the host only queues work */
   if (status == NYB_OK) status = path_from_environment("NYBBLE_PATH", &attention_path);
   if (status == NYB_OK) status = path_from_environment("NYBBLE_GEGLU", &geglu_path);
   if (status != NYB_OK) return status;
@@ -257,6 +287,9 @@ nyb_status nyb_context_create(const nyb_context_options *options, nyb_context **
   }
   memset(made, 0, bytes);
   made->allocator = allocator;
+  made->backend = options->backend;
+  made->device = options->device;
+  made->device_allocator = options->device_allocator;
   made->isa = isa;
   made->threads = threads;
   made->attention_path = attention_path;
@@ -347,7 +380,8 @@ nyb_status nyb_kernel_at(const nyb_context *context, int64_t index, nyb_kernel *
   kernel->operation = nyb_operation_name(entry->operation);
   kernel->format = nyb_format_id_name(entry->format);
   kernel->isa = entry->isa;
-  kernel->runs_here = nyb_isa_runs_here(entry->isa, &kernel->reason) && entry->function != NULL;
+  kernel->runs_here = nyb_isa_runs_here(entry->isa, &kernel->reason) &&
+                      (entry->isa == NYB_ISA_CUDA || entry->function != NULL);
   kernel->calls = context == NULL
                       ? 0
                       : atomic_load_explicit(&context->kernel_calls[index], memory_order_relaxed);

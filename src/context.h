@@ -29,6 +29,8 @@ struct nyb_context {
   void *pool;              /* the built-in pool behind parallel_for, or NULL */
   nyb_path attention_path; /* what AUTO means: NYBBLE_PATH or AUTO */
   nyb_path geglu_path;
+  int32_t device;                 /* CUDA: where no CUDA context is current */
+  nyb_allocator device_allocator; /* CUDA: both NULL for the driver's */
   nyb_dispatch dispatch;
   _Atomic int64_t counters[NYB_COUNTER_COUNT];
   _Atomic int64_t *kernel_calls; /* [nyb_kernel_entry_count] */

@@ -2,7 +2,7 @@
 /* GeGLU: check, choose the path, cut the work into tasks. */
 #include "geglu.h"
 
-#include "context.h"
+#include "cuda/operations.h"
 #include "kernels.h"
 #include "views.h"
 
@@ -143,12 +143,25 @@ static nyb_format_id plain_format(nyb_dtype dtype) {
   return NYB_FORMAT_PLAIN_F32;
 }
 
+static void run_here(nyb_context *context, work *w, nyb_path path, nyb_format_id format) {
+  const nyb_geglu *geglu = &w->geglu;
+  if (path == NYB_PATH_FUSED) {
+    const bool in_place = geglu->out == geglu->gate || geglu->out == geglu->up;
+    w->kernel = (nyb_geglu_fn)nyb_kernel_for(context, NYB_OPERATION_GEGLU, format);
+    w->streaming = !in_place && geglu->rows * geglu->columns >= /* in place, the line is held */
+                                    STREAMING_BYTES / (int64_t)nyb_dtype_bytes(geglu->dtype);
+  }
+  const int64_t task_count = cut_into_tasks(w);
+  nyb_parallel(context, task_count, run_task, w);
+}
+
 nyb_status nyb_geglu_run(nyb_context *context, const nyb_geglu *geglu, nyb_stream stream) {
   if (context == NULL || geglu == NULL) {
     return nyb_fail(NYB_ERROR_NULL, "%s is NULL; both context and geglu must be set",
                     context == NULL ? "context" : "geglu");
   }
-  if (stream != NULL) {
+  const bool on_cuda = context->backend == NYB_BACKEND_CUDA;
+  if (stream != NULL && !on_cuda) {
     return nyb_fail(NYB_ERROR_VALUE, "stream is %p; it must be NULL on the CPU", stream);
   }
   nyb_status status = check_fields(geglu);
@@ -157,18 +170,15 @@ nyb_status nyb_geglu_run(nyb_context *context, const nyb_geglu *geglu, nyb_strea
 
   work w = {.geglu = *geglu};
   join_rows(&w.geglu);
-  if (choose_path(context, geglu) == NYB_PATH_FUSED) {
-    const nyb_format_id format = plain_format(geglu->dtype);
-    const bool in_place = geglu->out == geglu->gate || geglu->out == geglu->up;
-    w.kernel = (nyb_geglu_fn)nyb_kernel_for(context, NYB_OPERATION_GEGLU, format);
-    w.streaming = !in_place && geglu->rows * geglu->columns >= /* in place, the line is held */
-                                   STREAMING_BYTES / (int64_t)nyb_dtype_bytes(geglu->dtype);
-    nyb_count_kernel(context, NYB_OPERATION_GEGLU, format);
-    nyb_count(context, NYB_COUNTER_GEGLU_FUSED);
+  const nyb_path path = choose_path(context, geglu);
+  const nyb_format_id format = plain_format(geglu->dtype);
+  if (on_cuda) {
+    status = nyb_cuda_geglu_run(context, &w.geglu, path, stream);
+    if (status != NYB_OK) return status;
   } else {
-    nyb_count(context, NYB_COUNTER_GEGLU_COMPAT);
+    run_here(context, &w, path, format);
   }
-  const int64_t task_count = cut_into_tasks(&w);
-  nyb_parallel(context, task_count, run_task, &w);
+  if (path == NYB_PATH_FUSED) nyb_count_kernel(context, NYB_OPERATION_GEGLU, format);
+  nyb_count(context, path == NYB_PATH_FUSED ? NYB_COUNTER_GEGLU_FUSED : NYB_COUNTER_GEGLU_COMPAT);
   return NYB_OK;
 }

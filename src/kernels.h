@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What a CPU kernel is: the operations, their argument structs, and the table that names each
+/* What a kernel is: the operations, their argument structs, and the table that names each
  * kernel once. Kernels know no descriptor, no context and no threads: they get pointers and counts
- * that have been checked. How to add one: docs/kernels.md. */
+ * that have been checked. The CUDA backend's (src/cuda) stand in the table for their names and
+ * counters alone. How to add one: docs/kernels.md. */
 #ifndef NYB_KERNELS_H
 #define NYB_KERNELS_H
 
@@ -34,6 +35,11 @@ typedef enum nyb_operation {
   NYB_OPERATION_ATTENTION_VALUES,
   NYB_OPERATION_ATTENTION_COLUMNS,
   NYB_OPERATION_GEGLU, /* formats: the PLAIN ones */
+  /* CUDA's own: K and V each count the kernel of their format. */
+  NYB_OPERATION_CACHE_APPEND,
+  NYB_OPERATION_ATTENTION_DECODE,
+  NYB_OPERATION_ATTENTION_PREFILL,
+  NYB_OPERATION_ATTENTION_GENERAL,
   NYB_OPERATION_COUNT
 } nyb_operation;
 
@@ -181,7 +187,7 @@ typedef struct nyb_kernel_entry {
   nyb_operation operation;
   nyb_format_id format;
   nyb_isa isa;
-  nyb_any_fn function; /* NULL where this build's processor family is another */
+  nyb_any_fn function; /* NULL where this build's processor family is another, and for CUDA */
 } nyb_kernel_entry;
 
 /* All kernels of all ISAs, scalar first. */

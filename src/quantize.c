@@ -5,7 +5,7 @@
 #include <math.h>
 #include <stdio.h>
 
-#include "context.h"
+#include "cuda/operations.h"
 #include "format.h"
 #include "numeric.h"
 #include "views.h"
@@ -114,6 +114,8 @@ static nyb_status check_call(direction way, rows_call *call) {
   return NYB_OK;
 }
 
+static bool on_cuda(const nyb_context *context) { return context->backend == NYB_BACKEND_CUDA; }
+
 static nyb_status check_arguments(const nyb_context *context, const void *descriptor,
                                   const char *name, nyb_stream stream) {
   if (context == NULL) {
@@ -122,7 +124,7 @@ static nyb_status check_arguments(const nyb_context *context, const void *descri
   if (descriptor == NULL) {
     return nyb_fail(NYB_ERROR_NULL, "%s is NULL; it must point to an nyb_%s", name, name);
   }
-  if (stream != NULL) {
+  if (stream != NULL && !on_cuda(context)) {
     return nyb_fail(NYB_ERROR_VALUE, "stream is %p; it must be NULL on the CPU", stream);
   }
   return NYB_OK;
@@ -260,7 +262,8 @@ static nyb_status refuse_row(quantize_work *work, int64_t row) {
   return nyb_quantize_refuse(&span, work->kernel(&span), where);
 }
 
-static nyb_status check_quantize(const nyb_quantize *quantize, quantize_work *work) {
+static nyb_status check_quantize(const nyb_context *context, const nyb_quantize *quantize,
+                                 quantize_work *work) {
   const nyb_status status =
       nyb_check_struct("quantize", quantize, quantize->struct_size, sizeof *quantize);
   if (status != NYB_OK) return status;
@@ -273,7 +276,7 @@ static nyb_status check_quantize(const nyb_quantize *quantize, quantize_work *wo
     return nyb_fail(NYB_ERROR_VALUE, "quantize.reserved is %d; it must be 0",
                     (int)quantize->reserved);
   }
-  if (quantize->non_finite != NULL) {
+  if (quantize->non_finite != NULL && !on_cuda(context)) {
     return nyb_fail(NYB_ERROR_VALUE, "quantize.non_finite is %p; it must be NULL on the CPU",
                     (void *)quantize->non_finite);
   }
@@ -288,23 +291,32 @@ static nyb_status check_quantize(const nyb_quantize *quantize, quantize_work *wo
   return check_call(QUANTIZE, &work->call);
 }
 
+/* All is checked before anything is written. */
+static nyb_status quantize_here(nyb_context *context, quantize_work *work) {
+  const int64_t tasks = task_count(&work->call);
+  work->kernel =
+      (nyb_quantize_fn)nyb_kernel_for(context, NYB_OPERATION_QUANTIZE, work->call.layout.id);
+  atomic_init(&work->first_bad_row, work->call.rows);
+  nyb_parallel(context, tasks, quantize_task, work);
+  const int64_t bad_row = atomic_load_explicit(&work->first_bad_row, memory_order_relaxed);
+  if (bad_row < work->call.rows) return refuse_row(work, bad_row);
+  work->write = true;
+  nyb_parallel(context, tasks, quantize_task, work);
+  return NYB_OK;
+}
+
 nyb_status nyb_quantize_run(nyb_context *context, const nyb_quantize *quantize, nyb_stream stream) {
   quantize_work work = {0};
   nyb_status status = check_arguments(context, quantize, "quantize", stream);
-  if (status == NYB_OK) status = check_quantize(quantize, &work);
+  if (status == NYB_OK) status = check_quantize(context, quantize, &work);
   if (status != NYB_OK) return status;
-  const nyb_format_id id = work.call.layout.id;
-  const int64_t tasks = task_count(&work.call);
-  work.kernel = (nyb_quantize_fn)nyb_kernel_for(context, NYB_OPERATION_QUANTIZE, id);
-  atomic_init(&work.first_bad_row, work.call.rows);
-
-  /* All is checked before anything is written. */
-  nyb_parallel(context, tasks, quantize_task, &work);
-  const int64_t bad_row = atomic_load_explicit(&work.first_bad_row, memory_order_relaxed);
-  if (bad_row < work.call.rows) return refuse_row(&work, bad_row);
-  work.write = true;
-  nyb_parallel(context, tasks, quantize_task, &work);
-  nyb_count_kernel(context, NYB_OPERATION_QUANTIZE, id);
+  if (!on_cuda(context)) {
+    status = quantize_here(context, &work);
+  } else if (work.call.rows > 0) {
+    status = nyb_cuda_quantize_run(context, quantize, &work.call.layout, stream);
+  }
+  if (status != NYB_OK) return status;
+  nyb_count_kernel(context, NYB_OPERATION_QUANTIZE, work.call.layout.id);
   nyb_count(context, NYB_COUNTER_QUANTIZE);
   return NYB_OK;
 }
@@ -373,8 +385,13 @@ nyb_status nyb_dequantize_run(nyb_context *context, const nyb_dequantize *dequan
   if (status == NYB_OK) status = check_dequantize(dequantize, &work);
   if (status != NYB_OK) return status;
   const nyb_format_id id = work.call.layout.id;
-  work.kernel = (nyb_dequantize_fn)nyb_kernel_for(context, NYB_OPERATION_DEQUANTIZE, id);
-  nyb_parallel(context, task_count(&work.call), dequantize_task, &work);
+  if (!on_cuda(context)) {
+    work.kernel = (nyb_dequantize_fn)nyb_kernel_for(context, NYB_OPERATION_DEQUANTIZE, id);
+    nyb_parallel(context, task_count(&work.call), dequantize_task, &work);
+  } else if (work.call.rows > 0) {
+    status = nyb_cuda_dequantize_run(context, dequantize, &work.call.layout, stream);
+    if (status != NYB_OK) return status;
+  }
   nyb_count_kernel(context, NYB_OPERATION_DEQUANTIZE, id);
   nyb_count(context, NYB_COUNTER_DEQUANTIZE);
   return NYB_OK;

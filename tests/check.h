@@ -54,7 +54,7 @@ typedef struct check_options {
 
 typedef struct check_run {
   check_options options;
-  nyb_context *contexts[NYB_ISA_NEON + 1]; /* by ISA; NULL where it does not run or is not asked */
+  nyb_context *contexts[NYB_ISA_CUDA + 1]; /* by ISA; NULL where it does not run or is not asked */
   check_tally *tallies;
   int64_t tally_count;
   int64_t passed, failed, skipped;                              /* in all, once the run is over */

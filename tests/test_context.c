@@ -316,6 +316,7 @@ static void test_scalar_serves_everything(void **state) {
     nyb_kernel kernel = NYB_KERNEL_INIT;
     bool found = false;
     assert_int_equal(nyb_kernel_at(NULL, i, &kernel), NYB_OK);
+    if (kernel.isa == NYB_ISA_CUDA) continue; /* a backend of its own */
     for (int64_t j = 0; j < nyb_kernel_count(); j++) {
       nyb_kernel other = NYB_KERNEL_INIT;
       assert_int_equal(nyb_kernel_at(NULL, j, &other), NYB_OK);

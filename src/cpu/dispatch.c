@@ -16,6 +16,8 @@
 #define NYB_FUNCTION_ARM(name) NULL
 #define NYB_DECLARE_ARM(name)
 #endif
+#define NYB_FUNCTION_CUDA(name) NULL
+#define NYB_DECLARE_CUDA(name)
 #define NYB_FUNCTION_ANY(name) ((nyb_any_fn)(name))
 #define NYB_DECLARE_ANY(name) void name(void);
 
@@ -36,12 +38,12 @@ const nyb_kernel_entry nyb_kernel_entries[] = {
 const int64_t nyb_kernel_entry_count =
     (int64_t)(sizeof nyb_kernel_entries / sizeof nyb_kernel_entries[0]);
 
-/* Whether an ISA's kernels may serve a context of another: itself, and what it includes. */
-static bool serves(nyb_isa kernel_isa, nyb_isa context_isa) {
-  if (kernel_isa == context_isa || kernel_isa == NYB_ISA_SCALAR) {
-    return true;
-  }
-  return context_isa == NYB_ISA_AVX512 && kernel_isa == NYB_ISA_AVX2;
+/* Whether a kernel may serve a context of an ISA: that one's own, and what the ISA includes. */
+static bool serves(const nyb_kernel_entry *entry, nyb_isa context_isa) {
+  if (context_isa == NYB_ISA_CUDA) return entry->isa == NYB_ISA_CUDA;
+  if (entry->function == NULL) return false;
+  return entry->isa == context_isa || entry->isa == NYB_ISA_SCALAR ||
+         (context_isa == NYB_ISA_AVX512 && entry->isa == NYB_ISA_AVX2);
 }
 
 void nyb_dispatch_fill(nyb_dispatch *dispatch, nyb_isa isa) {
@@ -52,7 +54,7 @@ void nyb_dispatch_fill(nyb_dispatch *dispatch, nyb_isa isa) {
   }
   for (int64_t i = 0; i < nyb_kernel_entry_count; i++) { /* listed scalar first */
     const nyb_kernel_entry *entry = &nyb_kernel_entries[i];
-    if (entry->function != NULL && serves(entry->isa, isa)) {
+    if (serves(entry, isa)) {
       dispatch->entry[entry->operation][entry->format] = (int16_t)i;
     }
   }
@@ -68,6 +70,10 @@ const char *nyb_operation_name(nyb_operation operation) {
       [NYB_OPERATION_ATTENTION_VALUES] = "attention_values",
       [NYB_OPERATION_ATTENTION_COLUMNS] = "attention_columns",
       [NYB_OPERATION_GEGLU] = "geglu",
+      [NYB_OPERATION_CACHE_APPEND] = "cache_append",
+      [NYB_OPERATION_ATTENTION_DECODE] = "attention_decode",
+      [NYB_OPERATION_ATTENTION_PREFILL] = "attention_prefill",
+      [NYB_OPERATION_ATTENTION_GENERAL] = "attention_general",
   };
   return names[operation];
 }

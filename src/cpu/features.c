@@ -2,6 +2,7 @@
 /* Which instruction sets run here. Compiled for the baseline, so that asking never faults. */
 #include <string.h>
 
+#include "../cuda/availability.h"
 #include "../kernels.h"
 
 #if defined(__x86_64__)
@@ -40,7 +41,7 @@ static bool has_neon(void) {
 bool nyb_isa_runs_here(nyb_isa isa, const char **reason) {
   *reason = "";
   switch (isa) {
-    case NYB_ISA_CUDA: *reason = "is no instruction set of a processor"; return false;
+    case NYB_ISA_CUDA: return nyb_cuda_runs_here(reason);
     case NYB_ISA_AUTO:
     case NYB_ISA_SCALAR: return true;
     case NYB_ISA_AVX2:

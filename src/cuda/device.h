@@ -17,10 +17,12 @@ typedef struct nyb_cuda_properties {
   int32_t shared_bytes_per_block; /* with opting in */
   int32_t shared_bytes_per_multiprocessor;
   int64_t l2_bytes;
+  bool reads_host_memory; /* any of it, by its plain address (HMM, Grace) */
 } nyb_cuda_properties;
 
 /* A call's stay in a CUDA context. */
 typedef struct nyb_cuda_scope {
+  nyb_context *context;
   const nyb_cuda_driver *driver;
   nyb_cuda_device *device;
   const nyb_cuda_properties *properties;
@@ -29,11 +31,23 @@ typedef struct nyb_cuda_scope {
 
 /* Finds the state of the current CUDA context, or makes the primary context of the device that the
  * options named current until nyb_cuda_leave(). Takes a lock only at a CUDA context's first call.
- */
+ * On failure there is nothing to leave. */
 nyb_status nyb_cuda_enter(nyb_context *context, nyb_cuda_scope *scope);
 void nyb_cuda_leave(nyb_cuda_scope *scope);
 
-/* NYB_ERROR_POINTER where the driver knows that `address` is no memory that this device can reach.
+/* The CUDA context of the scope, and makes that one current again later (a cache's memory belongs
+ * to the context in which it was made). A context that was destroyed since gives NYB_ERROR_DEVICE.
+ */
+typedef struct nyb_cuda_home {
+  nyb_cu_context context;
+  unsigned long long id; /* 0: the driver has no ids */
+} nyb_cuda_home;
+nyb_cuda_home nyb_cuda_home_of(const nyb_cuda_scope *scope);
+nyb_status nyb_cuda_enter_home(nyb_context *context, const nyb_cuda_home *home,
+                               nyb_cuda_scope *scope);
+
+/* NYB_ERROR_POINTER where the driver knows that `address` is no memory that this device can reach:
+ * plain host memory (unless the device reads that too), or another device's without peer access.
  * NULL is allowed and passes. */
 nyb_status nyb_cuda_check_pointer(const nyb_cuda_scope *scope, const char *owner,
                                   const char *member, const void *address);
@@ -58,6 +72,7 @@ typedef struct nyb_cuda_spec {
 } nyb_cuda_spec;
 
 typedef struct nyb_cuda_kernel {
+  const char *name;
   nyb_cu_function function;
   int32_t registers, local_bytes, static_shared_bytes;
   int32_t threads, dynamic_shared_bytes; /* as given to nyb_cuda_kernel_get */
@@ -65,9 +80,10 @@ typedef struct nyb_cuda_kernel {
 } nyb_cuda_kernel;
 
 /* The kernel of that specialisation in the scope's CUDA context: from its table (no lock, no
- * allocation), else from the disk cache, else compiled (src/cuda/jit.h) and loaded. `threads` a
- * block and its dynamic shared memory belong to the specialisation: always the same for the same
- * spec. The kernel lives as long as the CUDA context. */
+ * allocation), else from the disk cache, else compiled (src/cuda/jit.h) and loaded; other threads
+ * that want the same one wait for it. `threads` a block and its dynamic shared memory are part of
+ * the key beside the spec. The kernel lives as long as the CUDA context. What did not work is tried
+ * again at the next call. */
 nyb_status nyb_cuda_kernel_get(nyb_cuda_scope *scope, const nyb_cuda_spec *spec, int32_t threads,
                                int32_t dynamic_shared_bytes, const nyb_cuda_kernel **kernel);
 

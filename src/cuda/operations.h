@@ -16,13 +16,13 @@
 
 /* Fills path, workspace_bytes (a multiple of NYB_WORKSPACE_ALIGNMENT), key_kernel, value_kernel and
  * reason. asked: attention.path, or what NYBBLE_PATH said in its place, or AUTO; an explicit FUSED
- * that is not supported fails with NYB_ERROR_UNSUPPORTED. Called before every run too: cheap, and no
- * work on the device. */
+ * that is not supported fails with NYB_ERROR_UNSUPPORTED. Called before every run too: cheap, and
+ * no work on the device. */
 nyb_status nyb_cuda_attention_plan(const nyb_attention_call *call, nyb_path asked, nyb_plan *plan);
 
 /* Runs what that plan says; the workspace has been checked against it. Counts its kernels
- * (nyb_count_kernel: ATTENTION_DECODE, _PREFILL, _GENERAL or _COMPAT, for the formats of K and of
- * V); the caller counts the path. */
+ * (nyb_count_kernel: ATTENTION_DECODE, _PREFILL or _GENERAL, once for each format of K and V; none
+ * on the COMPAT path); the caller counts the path. */
 nyb_status nyb_cuda_attention_run(const nyb_attention_call *call, const nyb_plan *plan,
                                   void *workspace, nyb_stream stream);
 
