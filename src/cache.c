@@ -598,8 +598,7 @@ nyb_status nyb_cache_get_usage(const nyb_cache *cache, nyb_cache_usage *usage) {
   return NYB_OK;
 }
 
-static nyb_stored view_of_part(const nyb_cache *cache, int part) {
-  const nyb_cache_storage *storage = &cache->storage;
+nyb_stored nyb_cache_stored(const nyb_cache *cache, const nyb_cache_storage *storage, int part) {
   const nyb_row_layout *layout = &cache->part[part].layout;
   nyb_stored stored = {
       .format = cache->part[part].format,
@@ -635,7 +634,7 @@ nyb_status nyb_cache_view(const nyb_cache *cache, nyb_attention *attention) {
   attention->value_dim = cache->part[NYB_VALUE].dim;
   attention->capacity_tokens = cache->storage.capacity_tokens;
   attention->lengths = cache->view_lengths;
-  attention->k = view_of_part(cache, NYB_KEY);
-  attention->v = view_of_part(cache, NYB_VALUE);
+  attention->k = nyb_cache_stored(cache, &cache->storage, NYB_KEY);
+  attention->v = nyb_cache_stored(cache, &cache->storage, NYB_VALUE);
   return NYB_OK;
 }

@@ -39,9 +39,10 @@ struct nyb_cache {
   int64_t limit_tokens;      /* max_tokens, or what an int32_t can count */
   nyb_cache_storage storage; /* CUDA: in device memory */
   int64_t reallocations, copied_bytes;
-  struct nyb_cuda_cache *cuda;  /* NULL on the CPU */
-  const int32_t *view_lengths; /* what nyb_cache_view() gives: lengths, or their twin on the device */
-  int32_t lengths[];           /* [batch], as the host counts */
+  struct nyb_cuda_cache *cuda; /* NULL on the CPU */
+  const int32_t
+      *view_lengths; /* what nyb_cache_view() gives: lengths, or their twin on the device */
+  int32_t lengths[]; /* [batch], as the host counts */
 };
 
 /* Sizes of a storage, no memory yet; NYB_ERROR_SHAPE where they leave int64. */
@@ -55,5 +56,7 @@ int64_t nyb_cache_grown_capacity(const nyb_cache *cache, int64_t needed_tokens);
 int64_t nyb_cache_longest(const nyb_cache *cache);
 /* Bytes of the tokens that are there. */
 int64_t nyb_cache_used_bytes(const nyb_cache *cache);
+/* A storage's keys or values as rows, [batch, kv_heads, capacity_tokens]. */
+nyb_stored nyb_cache_stored(const nyb_cache *cache, const nyb_cache_storage *storage, int part);
 
 #endif

@@ -11,9 +11,9 @@
 /* nyb_cuda_program_NAME, and its parameters. */
 #define NYB_CUDA_PARAMETER_OF(name, macro) NYB_CUDA_PARAMETER(name, macro),
 #define P(name, macro) NYB_CUDA_PARAMETER_OF(name, macro)
-#define NYB_CUDA_PROGRAM(name, architecture_specific, parameters)                     \
-  enum { parameters nyb_cuda_parameter_count_##name };                                \
-  _Static_assert(nyb_cuda_parameter_count_##name <= NYB_CUDA_MAX_PARAMETERS, #name); \
+#define NYB_CUDA_PROGRAM(name, architecture_specific, parameters)                              \
+  enum { parameters nyb_cuda_parameter_count_##name };                                         \
+  _Static_assert((int)nyb_cuda_parameter_count_##name <= (int)NYB_CUDA_MAX_PARAMETERS, #name); \
   extern const nyb_cuda_program nyb_cuda_program_##name;
 #include "programs.inc"
 #undef NYB_CUDA_PROGRAM

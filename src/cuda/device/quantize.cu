@@ -1,0 +1,26 @@
+// SPDX-License-Identifier: Apache-2.0
+// Floats to stored rows: a lane of eight elements for each thread, the lanes numbered by batch
+// entry, head, token and place in the row.
+#include "quantize_lane.cuh"
+
+extern "C" __global__ void __launch_bounds__(NYB_QUANTIZE_THREADS)
+    quantize(const __grid_constant__ nyb_device_quantize call) {
+  nyb_await_previous();
+  const int64_t step = static_cast<int64_t>(gridDim.x) * NYB_QUANTIZE_THREADS;
+  const int64_t warp = threadIdx.x / 32 * 32, thread = threadIdx.x % 32;
+  // Whole warps stay or go, so that all of one meet in the shuffles.
+  for (int64_t first = blockIdx.x * static_cast<int64_t>(NYB_QUANTIZE_THREADS) + warp;
+       first < call.lanes; first += step) {
+    lane_place place;
+    place.reads = place.writes = first + thread < call.lanes;
+    int64_t row = nyb_split(place.reads ? first + thread : 0, call.rows.lanes, &place.lane);
+    row = nyb_split(row, call.tokens, &place.input_token);
+    place.stored_token = place.input_token;
+    place.batch = nyb_split(row, call.heads, &place.head);
+    uint32_t elements[NYB_LANE_ELEMENTS];
+    load_elements(elements, floats_of_lane(call.rows, place), call.rows.input_dtype,
+                  call.rows.wide_input, place.reads ? elements_of_lane(call.rows, place.lane) : 0);
+    const bool stored = quantize_lane(call.rows, place, call.rule, elements);
+    if (!stored && call.non_finite != nullptr) *call.non_finite = 1;
+  }
+}

@@ -1,0 +1,52 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The parameters of the kernels quantize, append, trim and dequantize, for the host's compiler and
+ * the device's. Strides are in bytes: batch, head, token. */
+#ifndef NYB_QUANTIZE_ARGUMENTS_H
+#define NYB_QUANTIZE_ARGUMENTS_H
+
+enum { NYB_QUANTIZE_THREADS = 256, NYB_TRIM_THREADS = 256 }; /* of a block */
+
+/* Rows of floats and the rows in which they are stored. A row is cut into lanes of eight elements,
+ * the last of which may be short in plain rows; a lane is a thread's work. */
+typedef struct nyb_device_rows {
+  const char *input; /* dequantize: where the floats go */
+  char *codes, *scales, *biases;
+  long long input_stride[3], codes_stride[3], scales_stride[3], biases_stride[3];
+  long long dim, lanes; /* of a row */
+  int input_dtype;
+  int stored_dtype; /* of scales and biases, or of the elements of plain rows */
+  int bits;         /* of a code; plain: 0 */
+  int group_lanes;  /* 4, 8 or 16; plain: 1 */
+  int wide_input;   /* lanes of floats begin at multiples of 16 bytes */
+  int wide_codes;   /* plain: lanes of stored elements do */
+} nyb_device_rows;
+
+typedef struct nyb_device_quantize {
+  nyb_device_rows rows;
+  long long heads, tokens;
+  long long lanes; /* in all */
+  int *non_finite; /* or null; dequantize: null */
+  int rule;
+  int padding;
+} nyb_device_quantize;
+
+typedef struct nyb_device_append {
+  nyb_device_rows key, value; /* stored from the sequence's end on */
+  long long tokens, capacity_tokens;
+  long long kv_heads;
+  long long key_lanes, value_lanes; /* of a sequence; the key's fill whole warps */
+  int *lengths;                     /* [batch] */
+  unsigned *arrivals;               /* [batch], 0 before and after */
+  int *non_finite;                  /* or null */
+  int rule;
+  int blocks_per_sequence;
+} nyb_device_append;
+
+typedef struct nyb_device_trim {
+  int *lengths;
+  long long first, count; /* sequences */
+  int tokens;
+  int padding;
+} nyb_device_trim;
+
+#endif

@@ -1,0 +1,190 @@
+// SPDX-License-Identifier: Apache-2.0
+// One thread's eight elements of a row: from floats to where they are stored.
+#pragma once
+
+#include "quantize.cuh"
+#include "quantize_arguments.h"
+
+// The elements' bits; zeros beyond `count`.
+NYB_FUNCTION void load_elements(uint32_t elements[NYB_LANE_ELEMENTS], const char *from, int dtype,
+                                bool wide, int count) {
+  if (wide && count == NYB_LANE_ELEMENTS) {
+    const uint4 *vectors = reinterpret_cast<const uint4 *>(from);
+    const uint4 low = vectors[0];
+    if (dtype == NYB_DEVICE_F32) {
+      const uint4 high = vectors[1];
+      const uint32_t words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+      for (int i = 0; i < 8; i++) elements[i] = words[i];
+    } else {
+      const uint32_t words[4] = {low.x, low.y, low.z, low.w};
+#pragma unroll
+      for (int i = 0; i < 8; i++) elements[i] = words[i / 2] >> (i % 2 * 16) & 0xffffu;
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < NYB_LANE_ELEMENTS; i++) {
+    elements[i] = 0;
+    if (i >= count) continue;
+    elements[i] = dtype == NYB_DEVICE_F32 ? reinterpret_cast<const uint32_t *>(from)[i]
+                                          : reinterpret_cast<const uint16_t *>(from)[i];
+  }
+}
+
+NYB_FUNCTION void store_element(char *to, int dtype, int index, uint32_t bits) {
+  if (dtype == NYB_DEVICE_F32) {
+    reinterpret_cast<uint32_t *>(to)[index] = bits;
+  } else {
+    reinterpret_cast<uint16_t *>(to)[index] = static_cast<uint16_t>(bits);
+  }
+}
+
+NYB_FUNCTION void store_elements(const uint32_t elements[NYB_LANE_ELEMENTS], char *to, int dtype,
+                                 bool wide, int count) {
+  if (wide && count == NYB_LANE_ELEMENTS) {
+    uint4 *vectors = reinterpret_cast<uint4 *>(to);
+    if (dtype == NYB_DEVICE_F32) {
+      vectors[0] = make_uint4(elements[0], elements[1], elements[2], elements[3]);
+      vectors[1] = make_uint4(elements[4], elements[5], elements[6], elements[7]);
+    } else {
+      vectors[0] = make_uint4(elements[0] | elements[1] << 16, elements[2] | elements[3] << 16,
+                              elements[4] | elements[5] << 16, elements[6] | elements[7] << 16);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < NYB_LANE_ELEMENTS; i++) {
+    if (i < count) store_element(to, dtype, i, elements[i]);
+  }
+}
+
+// `bits` bytes. Rows of codes begin at multiples of 4 bytes, and so does each lane at 4 and 8 bits.
+NYB_FUNCTION void store_codes(char *to, uint64_t stream, int bits) {
+  if (bits % 4 == 0) {
+    uint32_t *words = reinterpret_cast<uint32_t *>(to);
+    words[0] = static_cast<uint32_t>(stream);
+    if (bits == 8) words[1] = static_cast<uint32_t>(stream >> 32);
+  } else if (bits % 2 == 0) {
+    uint16_t *halves = reinterpret_cast<uint16_t *>(to);
+    for (int i = 0; i < bits / 2; i++) halves[i] = static_cast<uint16_t>(stream >> (16 * i));
+  } else {
+    uint8_t *bytes = reinterpret_cast<uint8_t *>(to);
+    for (int i = 0; i < bits; i++) bytes[i] = static_cast<uint8_t>(stream >> (8 * i));
+  }
+}
+
+NYB_FUNCTION uint64_t load_codes(const char *from, int bits) {
+  uint64_t stream = 0;
+  if (bits % 4 == 0) {
+    const uint32_t *words = reinterpret_cast<const uint32_t *>(from);
+    stream = words[0];
+    if (bits == 8) stream |= static_cast<uint64_t>(words[1]) << 32;
+  } else if (bits % 2 == 0) {
+    const uint16_t *halves = reinterpret_cast<const uint16_t *>(from);
+    for (int i = 0; i < bits / 2; i++) stream |= static_cast<uint64_t>(halves[i]) << (16 * i);
+  } else {
+    const uint8_t *bytes = reinterpret_cast<const uint8_t *>(from);
+    for (int i = 0; i < bits; i++) stream |= static_cast<uint64_t>(bytes[i]) << (8 * i);
+  }
+  return stream;
+}
+
+// The range of the group, from those of its lanes, which are neighbours in the warp. All of the
+// warp comes here.
+NYB_FUNCTION nyb_range join_group(nyb_range range, int group_lanes) {
+  for (int distance = 1; distance < group_lanes; distance *= 2) {
+    nyb_range other;
+    other.least = __shfl_xor_sync(0xffffffffu, range.least, distance);
+    other.most = __shfl_xor_sync(0xffffffffu, range.most, distance);
+    other.finite = __shfl_xor_sync(0xffffffffu, range.finite, distance);
+    range = nyb_range_join(range, other);
+  }
+  return range;
+}
+
+// Where a lane lies.
+struct lane_place {
+  int64_t batch, head, input_token, stored_token, lane;  // lane: of its row
+  bool reads, writes;
+};
+
+NYB_FUNCTION int64_t offset_of(const long long stride[3], int64_t batch, int64_t head,
+                               int64_t token) {
+  return batch * stride[0] + head * stride[1] + token * stride[2];
+}
+
+NYB_FUNCTION int elements_of_lane(const nyb_device_rows &rows, int64_t lane) {
+  const int64_t rest = rows.dim - lane * NYB_LANE_ELEMENTS;
+  return static_cast<int>(rest < NYB_LANE_ELEMENTS ? rest : NYB_LANE_ELEMENTS);
+}
+
+NYB_FUNCTION const char *floats_of_lane(const nyb_device_rows &rows, const lane_place &place) {
+  const int element_bytes = rows.input_dtype == NYB_DEVICE_F32 ? 4 : 2;
+  return rows.input + offset_of(rows.input_stride, place.batch, place.head, place.input_token) +
+         place.lane * (NYB_LANE_ELEMENTS * element_bytes);
+}
+
+// False where it could not be stored and zeros stand there instead.
+NYB_FUNCTION bool quantize_affine(const nyb_device_rows &rows, const lane_place &place, int rule,
+                                  const uint32_t elements[NYB_LANE_ELEMENTS]) {
+  float values[NYB_LANE_ELEMENTS];
+#pragma unroll
+  for (int i = 0; i < NYB_LANE_ELEMENTS; i++) {
+    values[i] = rows.input_dtype == NYB_DEVICE_F32 ? nyb_float_of(elements[i])
+                                                   : nyb_number_from(rows.input_dtype, elements[i]);
+  }
+  const nyb_range range = join_group(nyb_range_of(values), rows.group_lanes);
+  const float highest_code = static_cast<float>((1 << rows.bits) - 1);
+  const nyb_scaling scaling = nyb_scaling_of(range, rule, highest_code, rows.stored_dtype);
+  if (!place.writes) return true;
+  const uint64_t stream =
+      scaling.storable ? nyb_codes_of(values, scaling, rule, rows.bits) : uint64_t{0};
+  store_codes(rows.codes +
+                  offset_of(rows.codes_stride, place.batch, place.head, place.stored_token) +
+                  place.lane * rows.bits,
+              stream, rows.bits);
+  if (place.lane % rows.group_lanes == 0) {
+    const int64_t group = place.lane / rows.group_lanes;
+    const float scale = scaling.storable ? scaling.scale : 0.0f;
+    const float bias = scaling.storable ? scaling.bias : 0.0f;
+    const int dtype = rows.stored_dtype;
+    const bool single = dtype == NYB_DEVICE_F32;
+    const int64_t within = group * (single ? 4 : 2);
+    store_element(rows.scales + within +
+                      offset_of(rows.scales_stride, place.batch, place.head, place.stored_token),
+                  dtype, 0, single ? nyb_bits_of(scale) : nyb_number_to(dtype, scale));
+    store_element(rows.biases + within +
+                      offset_of(rows.biases_stride, place.batch, place.head, place.stored_token),
+                  dtype, 0, single ? nyb_bits_of(bias) : nyb_number_to(dtype, bias));
+  }
+  return scaling.storable;
+}
+
+NYB_FUNCTION bool quantize_plain(const nyb_device_rows &rows, const lane_place &place,
+                                 const uint32_t elements[NYB_LANE_ELEMENTS]) {
+  if (!place.writes) return true;
+  bool storable = true;
+  uint32_t converted[NYB_LANE_ELEMENTS];
+#pragma unroll
+  for (int i = 0; i < NYB_LANE_ELEMENTS; i++) {
+    converted[i] = nyb_convert(rows.input_dtype, rows.stored_dtype, elements[i]);
+    if (nyb_is_finite(rows.stored_dtype, converted[i])) continue;
+    converted[i] = 0;
+    storable = false;
+  }
+  const int element_bytes = rows.stored_dtype == NYB_DEVICE_F32 ? 4 : 2;
+  store_elements(converted,
+                 rows.codes +
+                     offset_of(rows.codes_stride, place.batch, place.head, place.stored_token) +
+                     place.lane * (NYB_LANE_ELEMENTS * element_bytes),
+                 rows.stored_dtype, rows.wide_codes, elements_of_lane(rows, place.lane));
+  return storable;
+}
+
+// All of the warp comes here, with rows that are the same for all of it.
+NYB_FUNCTION bool quantize_lane(const nyb_device_rows &rows, const lane_place &place, int rule,
+                                const uint32_t elements[NYB_LANE_ELEMENTS]) {
+  return rows.bits == 0 ? quantize_plain(rows, place, elements)
+                        : quantize_affine(rows, place, rule, elements);
+}

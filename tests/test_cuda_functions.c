@@ -1,0 +1,349 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The device functions of quantize, dequantize and GeGLU, compiled for the host, against the CPU's
+ * scalar kernels: the arithmetic is the same on both, so that equal bits here are equal bits on the
+ * GPU, but for what the device does by its own instructions (nyb_number_from and _to). */
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <cmocka.h>
+
+#include "../src/cpu/geglu_f32.h"
+#include "../src/cuda/device/geglu.cuh"
+#include "../src/cuda/device/quantize.cuh"
+#include "../src/kernels.h"
+#include "../src/numeric.h"
+#include "check.h"
+
+static nyb_any_fn scalar_kernel(nyb_operation operation, nyb_format_id format) {
+  for (int64_t i = 0; i < nyb_kernel_entry_count; i++) {
+    const nyb_kernel_entry *entry = &nyb_kernel_entries[i];
+    if (entry->operation == operation && entry->format == format && entry->isa == NYB_ISA_SCALAR) {
+      return entry->function;
+    }
+  }
+  return NULL;
+}
+
+/* ---- Conversions ---------------------------------------------------------------------------- */
+
+static void test_conversions(void **state) {
+  (void)state;
+  for (uint32_t bits = 0; bits < 0x10000; bits++) {
+    const uint32_t f16 = nyb_bits_from_f32(nyb_f32_from_f16((uint16_t)bits));
+    const uint32_t bf16 = nyb_bits_from_f32(nyb_f32_from_bf16((uint16_t)bits));
+    assert_int_equal(nyb_bits_of(nyb_widen_f16(bits)), f16);
+    assert_int_equal(nyb_bits_of(nyb_widen_bf16(bits)), bf16);
+  }
+  /* Every exponent and sign, with fractions around each place at which a dtype may round. */
+  for (uint32_t high = 0; high < 0x10000; high++) {
+    for (uint32_t low = 0; low < 0x10000; low += low < 8 ? 1 : 0x0ffb) {
+      const float value = nyb_f32_from_bits(high << 16 | low);
+      assert_int_equal(nyb_narrow_f16(value), nyb_f16_from_f32(value));
+      assert_int_equal(nyb_narrow_bf16(value), nyb_bf16_from_f32(value));
+      for (int dtype = NYB_F32; dtype <= NYB_BF16; dtype++) {
+        assert_int_equal(nyb_fits(dtype, value),
+                         isfinite(nyb_round_to((nyb_dtype)dtype, value)) != 0);
+      }
+    }
+  }
+}
+
+static void test_split(void **state) {
+  (void)state;
+  static const int64_t numbers[] = {1,          2,          7,           65536,
+                                    0x7fffffff, 0xffffffff, 0x100000000, 0x123456789abcdef};
+  enum { COUNT = sizeof numbers / sizeof numbers[0] };
+  for (int i = 0; i < COUNT; i++) {
+    for (int j = 0; j < COUNT; j++) {
+      for (int64_t index = numbers[i] - 1; index <= numbers[i]; index++) {
+        int64_t rest;
+        assert_true(nyb_split(index, numbers[j], &rest) == index / numbers[j]);
+        assert_true(rest == index % numbers[j]);
+      }
+    }
+  }
+}
+
+/* ---- Quantize ------------------------------------------------------------------------------- */
+
+enum { MOST_ELEMENTS = 128, MOST_LANES = MOST_ELEMENTS / NYB_LANE_ELEMENTS };
+
+typedef struct stored_group {
+  uint8_t codes[MOST_ELEMENTS];
+  uint32_t scale, bias;
+  bool storable;
+} stored_group;
+
+static uint32_t stored_bits(nyb_dtype dtype, float value) {
+  if (dtype == NYB_F32) return nyb_bits_from_f32(value);
+  return dtype == NYB_F16 ? nyb_f16_from_f32(value) : nyb_bf16_from_f32(value);
+}
+
+static float widened(nyb_dtype dtype, uint32_t bits) {
+  if (dtype == NYB_F32) return nyb_f32_from_bits(bits);
+  return dtype == NYB_F16 ? nyb_f32_from_f16((uint16_t)bits) : nyb_f32_from_bf16((uint16_t)bits);
+}
+
+/* As a group's threads on the device: ranges joined by exchange, a stream of codes each. */
+static void quantize_by_lanes(const nyb_quantize_span *span, int bits, stored_group *group) {
+  const int lanes = span->group_size / NYB_LANE_ELEMENTS;
+  float values[MOST_LANES][NYB_LANE_ELEMENTS];
+  nyb_range range[MOST_LANES];
+  memset(group, 0, sizeof *group);
+  for (int lane = 0; lane < lanes; lane++) {
+    for (int i = 0; i < NYB_LANE_ELEMENTS; i++) {
+      values[lane][i] = nyb_load_f32(span->input, span->input_dtype, lane * NYB_LANE_ELEMENTS + i);
+    }
+    range[lane] = nyb_range_of(values[lane]);
+  }
+  for (int distance = 1; distance < lanes; distance *= 2) {
+    nyb_range joined[MOST_LANES];
+    for (int lane = 0; lane < lanes; lane++) {
+      joined[lane] = nyb_range_join(range[lane], range[lane ^ distance]);
+    }
+    memcpy(range, joined, sizeof joined);
+  }
+  const float highest_code = (float)((1 << bits) - 1);
+  for (int lane = 0; lane < lanes; lane++) {
+    const nyb_scaling scaling =
+        nyb_scaling_of(range[lane], span->rule, highest_code, span->scale_dtype);
+    group->storable = scaling.storable;
+    if (!scaling.storable) continue;
+    const uint64_t stream = nyb_codes_of(values[lane], scaling, span->rule, bits);
+    for (int i = 0; i < bits; i++) group->codes[lane * bits + i] = (uint8_t)(stream >> (8 * i));
+    group->scale = stored_bits(span->scale_dtype, scaling.scale);
+    group->bias = stored_bits(span->scale_dtype, scaling.bias);
+  }
+}
+
+static void quantize_by_scalar(const nyb_quantize_span *given, nyb_quantize_fn kernel,
+                               stored_group *group) {
+  nyb_quantize_span span = *given;
+  memset(group, 0, sizeof *group);
+  group->storable = kernel(&span) == 1;
+  if (!group->storable) return;
+  span.codes = group->codes;
+  span.scales = &group->scale;
+  span.biases = &group->bias;
+  kernel(&span);
+}
+
+/* Groups at which quantizers part: flat, tied, one-sided, mirrored, near either end of a dtype's
+ * range, and not finite. */
+enum { KINDS = 15 };
+
+static float element_of(int kind, int i, int bits, check_random *random) {
+  const float normal = (float)check_random_normal(random);
+  const float uniform = (float)check_random_uniform(random);
+  const float most = (float)((1 << bits) - 1);
+  switch (kind) {
+    case 0: return normal;
+    case 1: return -4 - uniform;
+    case 2: return 3 + uniform;
+    case 3: return uniform < 0.5f ? 0.0f : -0.0f;
+    case 4: return -9;
+    case 5: return 9;
+    case 6: return 1e-9f * (float)i;
+    case 7: return i == 0 ? -most : i == 1 ? 0 : -0.5f * floorf(uniform * 2 * most);
+    case 8: return i % 2 == 0 ? 7.0f : -7.0f;
+    case 9: return 60000 * (2 * uniform - 1);
+    case 10: return 0x1p127f * (2 * uniform - 1);
+    case 11: return 0x1p-140f * normal;
+    case 12: return 3e38f;
+    case 13: return i == 77 % (i + 1) ? INFINITY : normal;
+    default: return i == 5 ? NAN : normal;
+  }
+}
+
+static void check_group(int bits, int group_size, nyb_dtype dtype, nyb_dtype scale_dtype,
+                        nyb_rule rule, int kind, check_random *random) {
+  static const nyb_format_id ids[] = {
+      [2] = NYB_FORMAT_AFFINE2, [3] = NYB_FORMAT_AFFINE3, [4] = NYB_FORMAT_AFFINE4,
+      [5] = NYB_FORMAT_AFFINE5, [6] = NYB_FORMAT_AFFINE6, [8] = NYB_FORMAT_AFFINE8};
+  const nyb_quantize_fn kernel = (nyb_quantize_fn)scalar_kernel(NYB_OPERATION_QUANTIZE, ids[bits]);
+  float input[MOST_ELEMENTS];
+  for (int i = 0; i < group_size; i++) {
+    nyb_store_f32(input, dtype, i, element_of(kind, i, bits, random));
+  }
+  const nyb_quantize_span span = {
+      .input = input,
+      .input_dtype = dtype,
+      .groups = 1,
+      .group_size = group_size,
+      .rule = rule,
+      .scale_dtype = scale_dtype,
+  };
+  stored_group got, want;
+  quantize_by_lanes(&span, bits, &got);
+  quantize_by_scalar(&span, kernel, &want);
+  if (memcmp(&got, &want, sizeof got) != 0) {
+    fail_msg("%d bits, group %d, %s to scales in %s, rule %d, kind %d: scale %#x, not %#x", bits,
+             group_size, check_dtype_name(dtype), check_dtype_name(scale_dtype), (int)rule, kind,
+             got.scale, want.scale);
+  }
+}
+
+static const int all_bits[] = {2, 3, 4, 5, 6, 8};
+
+static void test_quantize(void **state) {
+  (void)state;
+  check_random random = {1};
+  for (int b = 0; b < 6; b++) {
+    for (int group_size = 32; group_size <= 128; group_size *= 2) {
+      for (int dtypes = 0; dtypes < 9; dtypes++) {
+        for (int kind = 0; kind < 2 * KINDS * 8; kind++) {
+          check_group(all_bits[b], group_size, (nyb_dtype)(1 + dtypes % 3),
+                      (nyb_dtype)(1 + dtypes / 3), (nyb_rule)(kind % 2), kind / 2 % KINDS, &random);
+        }
+      }
+    }
+  }
+}
+
+/* ---- Dequantize ----------------------------------------------------------------------------- */
+
+static void test_dequantize(void **state) {
+  (void)state;
+  static const nyb_format_id ids[] = {NYB_FORMAT_AFFINE2, NYB_FORMAT_AFFINE3, NYB_FORMAT_AFFINE4,
+                                      NYB_FORMAT_AFFINE5, NYB_FORMAT_AFFINE6, NYB_FORMAT_AFFINE8};
+  check_random random = {2};
+  for (int run = 0; run < 6 * 3 * 400; run++) {
+    const int bits = all_bits[run % 6];
+    const nyb_dtype scale_dtype = (nyb_dtype)(1 + run / 6 % 3);
+    const nyb_dequantize_fn kernel =
+        (nyb_dequantize_fn)scalar_kernel(NYB_OPERATION_DEQUANTIZE, ids[run % 6]);
+    uint8_t codes[32];
+    for (int i = 0; i < 32; i++) codes[i] = (uint8_t)check_random_bits(&random);
+    const double size = run % 5 == 0 ? 1e4 : 1;
+    const uint32_t scale = stored_bits(scale_dtype, (float)(size * check_random_normal(&random)));
+    const uint32_t bias = stored_bits(scale_dtype, (float)(size * check_random_normal(&random)));
+    float want[32];
+    kernel(&(nyb_dequantize_span){codes, &scale, &bias, scale_dtype, 1, 32, want, NYB_F32});
+    for (int lane = 0; lane < 4; lane++) {
+      uint64_t stream = 0;
+      for (int i = 0; i < bits; i++) stream |= (uint64_t)codes[lane * bits + i] << (8 * i);
+      for (int i = 0; i < NYB_LANE_ELEMENTS; i++) {
+        const float got = nyb_value_of(stream, i, bits, widened(scale_dtype, scale),
+                                       widened(scale_dtype, bias), scale_dtype);
+        assert_memory_equal(&got, &want[lane * NYB_LANE_ELEMENTS + i], sizeof got);
+      }
+    }
+  }
+}
+
+/* Every element of the 16-bit dtypes, to and from every dtype, NaNs too. */
+static void test_plain_rows(void **state) {
+  (void)state;
+  static const nyb_format_id ids[] = {NYB_FORMAT_COUNT, NYB_FORMAT_PLAIN_F32, NYB_FORMAT_PLAIN_F16,
+                                      NYB_FORMAT_PLAIN_BF16};
+  for (int pair = 0; pair < 9; pair++) {
+    const int from = 1 + pair % 3, to = 1 + pair / 3;
+    const nyb_dequantize_fn widen =
+        (nyb_dequantize_fn)scalar_kernel(NYB_OPERATION_DEQUANTIZE, ids[from]);
+    const nyb_quantize_fn narrow = (nyb_quantize_fn)scalar_kernel(NYB_OPERATION_QUANTIZE, ids[to]);
+    for (uint32_t i = 0; i < 0x10000; i++) {
+      const uint32_t bits = from == NYB_F32 ? i << 16 | (i * 40503 & 0xffff) : i;
+      uint32_t want = 0;
+      widen(&(nyb_dequantize_span){&bits, NULL, NULL, NYB_F32, 1, 1, &want, (nyb_dtype)to});
+      const uint32_t got = nyb_convert(from, to, bits);
+      assert_int_equal(got, want);
+      const bool storable =
+          narrow(&(nyb_quantize_span){
+              .input = &bits, .input_dtype = (nyb_dtype)from, .groups = 1, .group_size = 1}) == 1;
+      assert_int_equal(nyb_is_finite(to, got) != 0, storable);
+    }
+  }
+}
+
+/* ---- GeGLU ---------------------------------------------------------------------------------- */
+
+static void test_tanh(void **state) {
+  (void)state;
+  for (uint64_t bits = 0; bits < UINT64_C(0x100000000); bits += 1009) {
+    const float z = nyb_f32_from_bits((uint32_t)bits);
+    assert_int_equal(nyb_bits_of(nyb_device_tanh(z)), nyb_bits_from_f32(nyb_tanh_f32(z)));
+  }
+}
+
+/* The result of the table, of the steps, and of the CPU, for every gate. */
+static void check_halves(nyb_dtype dtype, nyb_format_id format, uint16_t nan) {
+  static uint16_t table[2 * NYB_GELU_ENTRIES_F16];
+  static uint16_t gates[0x10000], ups[0x10000], want[0x10000];
+  const uint32_t entries = nyb_gelu_entries(dtype);
+  for (uint32_t i = 0; i < entries; i++) nyb_gelu_entry(dtype, i, &table[i], &table[entries + i]);
+  const nyb_geglu_fn kernel = (nyb_geglu_fn)scalar_kernel(NYB_OPERATION_GEGLU, format);
+  check_random random = {3};
+  for (int round = 0; round < 6; round++) {
+    for (int i = 0; i < 0x10000; i++) {
+      gates[i] = (uint16_t)i;
+      ups[i] = (uint16_t)check_random_bits(&random);
+      if (round == 0) ups[i] = (uint16_t)stored_bits(dtype, 1);
+    }
+    kernel(gates, ups, want, 0x10000, false);
+    for (int i = 0; i < 0x10000; i++) {
+      const uint32_t gate = gates[i];
+      const float x = nyb_number_from(dtype, gate), up = nyb_number_from(dtype, ups[i]);
+      const float steps =
+          nyb_gelu_of(dtype, x, nyb_gelu_factor(dtype, nyb_device_tanh(nyb_gelu_inner(dtype, x))));
+      const float entry = nyb_round_number(
+          dtype, nyb_gelu_by_entry(dtype, gate, table[nyb_gelu_index(dtype, gate)]));
+      const float y[2] = {steps * up, entry * up};
+      for (int way = 0; way < 2; way++) {
+        const uint32_t got = y[way] == y[way] ? nyb_number_to(dtype, y[way]) : nan;
+        if (got != want[i]) {
+          fail_msg("%s gate %#x, up %#x, %s: %#x, not %#x", check_dtype_name(dtype), gate, ups[i],
+                   way == 0 ? "steps" : "table", got, want[i]);
+        }
+      }
+    }
+  }
+}
+
+static void test_geglu_f16(void **state) {
+  (void)state;
+  check_halves(NYB_F16, NYB_FORMAT_PLAIN_F16, NYB_DEVICE_NAN_F16);
+}
+
+static void test_geglu_bf16(void **state) {
+  (void)state;
+  check_halves(NYB_BF16, NYB_FORMAT_PLAIN_BF16, NYB_DEVICE_NAN_BF16);
+}
+
+static void test_geglu_f32(void **state) {
+  (void)state;
+  const nyb_geglu_fn kernel =
+      (nyb_geglu_fn)scalar_kernel(NYB_OPERATION_GEGLU, NYB_FORMAT_PLAIN_F32);
+  check_random random = {4};
+  for (int i = 0; i < 2000000; i++) {
+    const uint32_t bits = i % 2 == 0 ? (uint32_t)check_random_bits(&random)
+                                     : nyb_bits_from_f32((float)check_random_normal(&random));
+    const float x = nyb_f32_from_bits(bits), up = 1.5f;
+    float want;
+    kernel(&x, &up, &want, 1, false);
+    const float t = nyb_device_tanh(nyb_gelu_inner(NYB_F32, x));
+    const float y = nyb_gelu_of(NYB_F32, x, nyb_gelu_factor(NYB_F32, t)) * up;
+    assert_int_equal(y == y ? nyb_bits_of(y) : 0x7fc00000u, nyb_bits_from_f32(want));
+  }
+}
+
+static int set_up(void **state) {
+  (void)state;
+  nyb_gelu_tables_make();
+  return 0;
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_conversions), cmocka_unit_test(test_split),
+      cmocka_unit_test(test_quantize),    cmocka_unit_test(test_dequantize),
+      cmocka_unit_test(test_plain_rows),  cmocka_unit_test(test_tanh),
+      cmocka_unit_test(test_geglu_f16),   cmocka_unit_test(test_geglu_bf16),
+      cmocka_unit_test(test_geglu_f32),
+  };
+  return cmocka_run_group_tests(tests, set_up, NULL);
+}
