@@ -4,10 +4,12 @@
  *
  * A unit is one KV head of one sequence with a block of up to NYB_TILE_ROWS query rows (rows of all
  * query heads that share the KV head). Its tokens are cut into chunks of NYB_CHUNK_TOKENS. Each
- * chunk starts from an empty state, and chunks are folded in ascending order. Whether a worker
- * takes whole units and folds as it goes, or chunks whose partial results wait in the workspace for
- * the fold, is a matter of load balance alone: the operations on a row, and their order, are the
- * same. */
+ * chunk starts from an empty state, and chunks are folded in ascending order.
+ *
+ * A worker takes a whole unit and folds as it goes, or, where that one unit would keep it busy for
+ * too large a share of the call, a single chunk, whose partial result waits in the workspace for
+ * the fold. That is a matter of load balance alone: the operations on a row, and their order, are
+ * the same. Where the workspace has no room for all partial results at once, they come in waves. */
 #include <math.h>
 #include <stdatomic.h>
 #include <string.h>
@@ -15,11 +17,12 @@
 #include "attention.h"
 
 enum {
-  SPLIT_UNITS_PER_THREAD = 4,          /* with more units than that, whole units balance well */
-  MAX_PARTIAL_BYTES = 32 * 1024 * 1024 /* beyond it, whole units are taken */
+  SHARES_PER_THREAD = 4,                /* a unit of more work than a share of the call is split */
+  MAX_PARTIAL_BYTES = 32 * 1024 * 1024, /* beyond it, waves are smaller than the call... */
+  WAVE_CHUNKS_PER_THREAD = 4            /* ... but never than this */
 };
 /* Below this many stored elements the whole call takes less time than waking a thread. */
-static const int64_t min_elements_per_worker = 32 * 1024;
+static const double min_elements_per_worker = 32 * 1024;
 
 /* ---- Layout of the workspace ---------------------------------------------------------------- */
 
@@ -99,32 +102,28 @@ static int64_t rows_per_unit(const nyb_attention_call *call) {
   return rows < NYB_TILE_ROWS ? rows : NYB_TILE_ROWS;
 }
 
-/* How many units may have their chunks' partial results in the workspace at once. */
-static int64_t unit_partial_bytes(const nyb_attention_call *call) {
+static int64_t units_per_sequence(const nyb_attention_call *call) {
+  return call->attention->kv_heads * ((rows_per_kv_head(call) + NYB_TILE_ROWS - 1) / NYB_TILE_ROWS);
+}
+
+/* Partial results of the chunks of a wave, and one more: what the wave before it left unfinished.
+ * Fewer than one unit for each share is split, whatever the lengths. The limit holds in bytes, not
+ * in whole partial results: a larger call must not need less. */
+static int64_t partial_bytes(const nyb_attention_call *call) {
   const nyb_attention *a = call->attention;
-  return chunks_of(a->capacity_tokens) * row_state_bytes(a, rows_per_unit(call));
+  const int64_t threads = call->context->threads, shares = SHARES_PER_THREAD * threads;
+  if (threads == 1 || a->capacity_tokens <= NYB_CHUNK_TOKENS) return 0;
+  const int64_t all_units = a->batch * units_per_sequence(call);
+  const int64_t units = all_units < shares ? all_units : shares;
+  const int64_t state_bytes = row_state_bytes(a, rows_per_unit(call));
+  const int64_t wanted = (units * chunks_of(a->capacity_tokens) + 1) * state_bytes;
+  const int64_t least = (WAVE_CHUNKS_PER_THREAD * threads + 1) * state_bytes;
+  const int64_t most = least > MAX_PARTIAL_BYTES ? least : MAX_PARTIAL_BYTES;
+  return wanted < most ? wanted : most;
 }
 
-static bool may_split(const nyb_attention_call *call) {
-  return call->context->threads > 1 && call->attention->capacity_tokens > NYB_CHUNK_TOKENS;
-}
-
-static int64_t split_units(const nyb_attention_call *call) {
-  if (!may_split(call)) return 0;
-  const int64_t fitting = MAX_PARTIAL_BYTES / unit_partial_bytes(call);
-  const int64_t wanted = SPLIT_UNITS_PER_THREAD * call->context->threads;
-  return fitting < wanted ? fitting : wanted;
-}
-
-/* Partials take the limit even where less than a whole unit of it is left over: a larger call must
- * not need less. */
 int64_t nyb_attention_fused_workspace(const nyb_attention_call *call) {
-  const int64_t workers_bytes = call->context->threads * worker_bytes(call->attention);
-  if (!may_split(call)) return workers_bytes;
-  const int64_t wanted = SPLIT_UNITS_PER_THREAD * call->context->threads;
-  const int64_t unit_bytes = unit_partial_bytes(call);
-  return workers_bytes +
-         (unit_bytes > MAX_PARTIAL_BYTES / wanted ? MAX_PARTIAL_BYTES : wanted * unit_bytes);
+  return call->context->threads * worker_bytes(call->attention) + partial_bytes(call);
 }
 
 /* ---- One chunk of one unit ------------------------------------------------------------------ */
@@ -138,17 +137,19 @@ typedef struct fused_run {
   nyb_attention_columns_fn columns;
   bool precise;
   nyb_dtype round_scores_to;
-  int64_t blocks; /* of rows, for each KV head */
-  int64_t units;
-  int64_t chunks; /* of the longest sequence */
-  int64_t workers;
-  bool split; /* tasks are chunks, not units */
+  int64_t units_per_sequence;
+  int64_t blocks;          /* of rows, for each KV head */
+  int64_t longest_unsplit; /* the units of longer sequences are split into their chunks */
   char *workspace;
-  char *partials;
+  char *partials;              /* the first: of the unit that the wave before this one began */
+  int64_t whole_units;         /* that this wave takes: all (but the split ones) or none */
+  int64_t first_chunk, chunks; /* that this wave takes, numbered through the split units */
+  int64_t first_fold, folds;   /* the split units to which they belong, as numbered */
   _Atomic int64_t next_task;
 } fused_run;
 
-/* Rows are numbered query row first, head second, so that a block's rows see about as much. */
+/* Rows are numbered query row first, head second, so that a block's rows see about as much. Blocks
+ * are taken from the last one down: under a causal mask that is the longest first. */
 typedef struct unit {
   int64_t batch, kv_head;
   int64_t first_row, rows;
@@ -160,7 +161,7 @@ static unit unit_at(const fused_run *run, int64_t index) {
   const nyb_attention *a = run->call->attention;
   const int64_t all_rows = rows_per_kv_head(run->call);
   unit u;
-  u.first_row = index % run->blocks * NYB_TILE_ROWS;
+  u.first_row = (run->blocks - 1 - index % run->blocks) * NYB_TILE_ROWS;
   index /= run->blocks;
   u.kv_head = index % a->kv_heads;
   u.batch = index / a->kv_heads;
@@ -293,90 +294,155 @@ static void attend_chunk(const fused_run *run, const unit *u, int64_t chunk,
 
 /* ---- Folding chunks ------------------------------------------------------------------------- */
 
-/* folded = folded + next, for each row; a side without weight leaves the other bit-identical. */
-static void fold(const row_state *folded, const row_state *next, int64_t rows, int64_t padded_dim) {
-  for (int64_t row = 0; row < rows; row++) {
-    float *into = folded->values + row * padded_dim;
-    const float *from = next->values + row * padded_dim;
-    if (next->sum[row] == 0) continue;
-    if (folded->sum[row] == 0) {
-      memcpy(into, from, (size_t)padded_dim * sizeof(float));
-      folded->maximum[row] = next->maximum[row];
-      folded->sum[row] = next->sum[row];
-      continue;
-    }
-    const float maximum = fmaxf(folded->maximum[row], next->maximum[row]);
-    const float keep = expf(folded->maximum[row] - maximum);
-    const float add = expf(next->maximum[row] - maximum);
-    for (int64_t d = 0; d < padded_dim; d++) into[d] = into[d] * keep + from[d] * add;
-    folded->sum[row] = folded->sum[row] * keep + next->sum[row] * add;
-    folded->maximum[row] = maximum;
+/* folded = folded + next; a side without weight leaves the other bit-identical. */
+static void fold_row(const row_state *folded, const row_state *next, int64_t row,
+                     int64_t padded_dim) {
+  float *into = folded->values + row * padded_dim;
+  const float *from = next->values + row * padded_dim;
+  if (next->sum[row] == 0) return;
+  if (folded->sum[row] == 0) {
+    memcpy(into, from, (size_t)padded_dim * sizeof(float));
+    folded->maximum[row] = next->maximum[row];
+    folded->sum[row] = next->sum[row];
+    return;
   }
+  const float maximum = fmaxf(folded->maximum[row], next->maximum[row]);
+  const float keep = expf(folded->maximum[row] - maximum);
+  const float add = expf(next->maximum[row] - maximum);
+  for (int64_t d = 0; d < padded_dim; d++) into[d] = into[d] * keep + from[d] * add;
+  folded->sum[row] = folded->sum[row] * keep + next->sum[row] * add;
+  folded->maximum[row] = maximum;
 }
 
-static void finish(const fused_run *run, const unit *u, const row_state *state,
-                   const worker_memory *memory) {
+static void finish_row(const fused_run *run, const unit *u, const row_state *state, int64_t row,
+                       const worker_memory *memory) {
   const nyb_attention *a = run->call->attention;
-  nyb_value_columns columns = {.to = memory->q,
-                               .dim = a->value_dim,
-                               .group_size = a->v.format.group_size,
-                               .precise = run->precise};
-  for (int64_t row = 0; row < u->rows; row++) {
-    columns.from = state->values + row * nyb_padded_dim(a->value_dim);
+  const int64_t head = head_of(run, u, row), query_row = query_row_of(run, u, row);
+  float *out = memory->q;
+  float lse = -INFINITY;
+  if (nyb_visible_tokens(a, u->length, query_row) == 0) {
+    memset(out, 0, (size_t)a->value_dim * sizeof(float));
+  } else { /* a row whose scores are all -inf becomes 0/0 */
+    const nyb_value_columns columns = {.from = state->values + row * nyb_padded_dim(a->value_dim),
+                                       .to = out,
+                                       .dim = a->value_dim,
+                                       .group_size = a->v.format.group_size,
+                                       .precise = run->precise};
     run->columns(&columns);
-    const float sum = state->sum[row];
-    float lse = -INFINITY;
-    const int64_t visible = nyb_visible_tokens(a, u->length, query_row_of(run, u, row));
-    if (visible == 0) {
-      memset(columns.to, 0, (size_t)a->value_dim * sizeof(float));
-    } else { /* a row whose scores are all -inf becomes 0/0 */
-      for (int64_t d = 0; d < a->value_dim; d++) columns.to[d] /= sum;
-      lse = state->maximum[row] + logf(sum);
-    }
-    nyb_store_row(a, u->batch, head_of(run, u, row), query_row_of(run, u, row), columns.to, lse);
+    for (int64_t d = 0; d < a->value_dim; d++) out[d] /= state->sum[row];
+    lse = state->maximum[row] + logf(state->sum[row]);
   }
+  nyb_store_row(a, u->batch, head, query_row, out, lse);
 }
 
-/* ---- Tasks ---------------------------------------------------------------------------------- */
-
-static row_state partial_at(const fused_run *run, int64_t unit_index, int64_t chunk) {
-  const nyb_attention *a = run->call->attention;
-  const int64_t rows = rows_per_unit(run->call);
-  return row_state_at(run->partials + (unit_index * run->chunks + chunk) * row_state_bytes(a, rows),
-                      a, rows);
-}
+/* ---- Whole units, and split ones ------------------------------------------------------------ */
 
 static void run_unit(const fused_run *run, int64_t index, const worker_memory *memory) {
   const unit u = unit_at(run, index);
   const int64_t padded = nyb_padded_dim(run->call->attention->value_dim);
+  if (u.length > run->longest_unsplit) return;
   clear_state(&memory->folded, u.rows, padded);
   if (u.visible > 0) prepare_queries(run, &u, memory);
   for (int64_t chunk = 0; chunk < chunks_of(u.visible); chunk++) {
     attend_chunk(run, &u, chunk, memory);
-    fold(&memory->folded, &memory->chunk, u.rows, padded);
+    for (int64_t row = 0; row < u.rows; row++) {
+      fold_row(&memory->folded, &memory->chunk, row, padded);
+    }
   }
-  finish(run, &u, &memory->folded, memory);
+  for (int64_t row = 0; row < u.rows; row++) finish_row(run, &u, &memory->folded, row, memory);
 }
 
-static void run_chunk(const fused_run *run, int64_t task, worker_memory memory) {
-  const int64_t index = task / run->chunks, chunk = task % run->chunks;
-  const unit u = unit_at(run, index);
-  if (chunk >= chunks_of(u.visible)) return;
-  memory.chunk = partial_at(run, index, chunk);
-  prepare_queries(run, &u, &memory);
-  attend_chunk(run, &u, chunk, &memory);
+/* Split units are numbered through, and so are their chunks; all units of a sequence count as many
+ * chunks. This walks over the batch: where the numbers of a sequence begin. */
+typedef struct split_sequence {
+  int64_t batch;
+  int64_t first_unit, first_chunk;
+  int64_t units, chunks_per_unit; /* 0 units where the sequence is not split */
+} split_sequence;
+
+static split_sequence next_sequence(const fused_run *run, const split_sequence *before) {
+  split_sequence next = {.batch = before == NULL ? 0 : before->batch + 1};
+  if (before != NULL) {
+    next.first_unit = before->first_unit + before->units;
+    next.first_chunk = before->first_chunk + before->units * before->chunks_per_unit;
+  }
+  const int64_t length =
+      next.batch < run->call->attention->batch ? run->call->attention->lengths[next.batch] : 0;
+  if (length > run->longest_unsplit) {
+    next.units = run->units_per_sequence;
+    next.chunks_per_unit = chunks_of(length);
+  }
+  return next;
 }
 
-static void fold_unit(const fused_run *run, int64_t index, const worker_memory *memory) {
-  const unit u = unit_at(run, index);
+typedef struct split_unit {
+  unit unit;
+  int64_t first_chunk, end; /* of those numbers */
+} split_unit;
+
+static split_unit split_unit_at(const fused_run *run, const split_sequence *s, int64_t index) {
+  const int64_t first_chunk = s->first_chunk + (index - s->first_unit) * s->chunks_per_unit;
+  return (split_unit){
+      .unit = unit_at(run, s->batch * run->units_per_sequence + index - s->first_unit),
+      .first_chunk = first_chunk,
+      .end = first_chunk + s->chunks_per_unit};
+}
+
+/* The split unit to which a chunk belongs; *s goes on from where it stands. */
+static int64_t unit_of_chunk(const fused_run *run, split_sequence *s, int64_t chunk) {
+  while (chunk >= s->first_chunk + s->units * s->chunks_per_unit) *s = next_sequence(run, s);
+  return s->first_unit + (chunk - s->first_chunk) / s->chunks_per_unit;
+}
+
+static row_state partial_at(const fused_run *run, int64_t slot) {
+  const nyb_attention *a = run->call->attention;
+  const int64_t rows = rows_per_unit(run->call);
+  return row_state_at(run->partials + slot * row_state_bytes(a, rows), a, rows);
+}
+
+/* Where the partial result of a chunk of this wave waits; before the wave, what was folded of the
+ * unit so far. */
+static row_state partial_of(const fused_run *run, int64_t chunk) {
+  return partial_at(run, chunk < run->first_chunk ? 0 : chunk - run->first_chunk + 1);
+}
+
+static void run_chunk(const fused_run *run, split_sequence *s, int64_t chunk,
+                      worker_memory memory) {
+  const int64_t index = unit_of_chunk(run, s, chunk);
+  const split_unit split = split_unit_at(run, s, index);
+  const int64_t of_unit = chunk - split.first_chunk;
+  if (of_unit >= chunks_of(split.unit.visible)) return;
+  memory.chunk = partial_of(run, chunk);
+  prepare_queries(run, &split.unit, &memory);
+  attend_chunk(run, &split.unit, of_unit, &memory);
+}
+
+/* Folds what this wave adds to a row of a split unit, and stores the row where that was all. */
+static void fold_split(const fused_run *run, split_sequence *s, int64_t index, int64_t row,
+                       const worker_memory *memory) {
   const int64_t padded = nyb_padded_dim(run->call->attention->value_dim);
-  const row_state first = partial_at(run, index, 0);
-  if (u.visible == 0) clear_state(&first, u.rows, padded);
-  for (int64_t chunk = 1; chunk < chunks_of(u.visible); chunk++) {
-    const row_state next = partial_at(run, index, chunk);
-    fold(&first, &next, u.rows, padded);
+  while (index >= s->first_unit + s->units) *s = next_sequence(run, s);
+  const split_unit split = split_unit_at(run, s, index);
+  const unit *u = &split.unit;
+  if (row >= u->rows) return;
+  const row_state folded = partial_of(run, split.first_chunk);
+  const int64_t visible_end = split.first_chunk + chunks_of(u->visible);
+  const int64_t wave_end = run->first_chunk + run->chunks;
+  const int64_t end = visible_end < wave_end ? visible_end : wave_end;
+  int64_t chunk = split.first_chunk + 1;
+  if (chunk < run->first_chunk) chunk = run->first_chunk;
+  for (; chunk < end; chunk++) {
+    const row_state next = partial_of(run, chunk);
+    fold_row(&folded, &next, row, padded);
   }
-  finish(run, &u, &first, memory);
+  if (split.end <= wave_end) finish_row(run, u, &folded, row, memory);
+}
+
+/* ---- Workers -------------------------------------------------------------------------------- */
+
+static worker_memory memory_of(const fused_run *run, int64_t worker) {
+  const nyb_attention *a = run->call->attention;
+  return worker_memory_at(run->workspace + worker * worker_bytes(a), a);
 }
 
 static int64_t next_of(fused_run *run) {
@@ -385,31 +451,100 @@ static int64_t next_of(fused_run *run) {
 
 static void work(void *data, int64_t worker) {
   fused_run *run = data;
-  const nyb_attention *a = run->call->attention;
-  const worker_memory memory = worker_memory_at(run->workspace + worker * worker_bytes(a), a);
-  if (run->split) {
-    const int64_t tasks = run->units * run->chunks;
-    for (int64_t task; (task = next_of(run)) < tasks;) run_chunk(run, task, memory);
-  } else {
-    for (int64_t task; (task = next_of(run)) < run->units;) run_unit(run, task, &memory);
+  const worker_memory memory = memory_of(run, worker);
+  split_sequence s = next_sequence(run, NULL);
+  for (int64_t task; (task = next_of(run)) < run->whole_units + run->chunks;) {
+    if (task < run->whole_units) {
+      run_unit(run, task, &memory);
+    } else {
+      run_chunk(run, &s, run->first_chunk + task - run->whole_units, memory);
+    }
   }
 }
 
 static void fold_work(void *data, int64_t worker) {
   fused_run *run = data;
+  const worker_memory memory = memory_of(run, worker);
+  const int64_t rows = rows_per_unit(run->call);
+  split_sequence s = next_sequence(run, NULL);
+  for (int64_t task; (task = next_of(run)) < run->folds * rows;) {
+    fold_split(run, &s, run->first_fold + task / rows, task % rows, &memory);
+  }
+}
+
+/* ---- The run -------------------------------------------------------------------------------- */
+
+/* As many workers as there are tasks, and as the work is worth. */
+static int64_t worker_count(const fused_run *run, int64_t tasks, double elements) {
+  const int64_t threads = run->call->context->threads;
+  const double worth = elements / min_elements_per_worker;
+  const int64_t most = tasks < threads ? tasks : threads;
+  return worth >= (double)most ? most : worth > 1 ? (int64_t)worth : 1;
+}
+
+/* The wave from run->first_chunk on, of `run->chunks` chunks; `workers` of them, and the fold. */
+static void run_wave(fused_run *run, int64_t workers) {
   const nyb_attention *a = run->call->attention;
-  const worker_memory memory = worker_memory_at(run->workspace + worker * worker_bytes(a), a);
-  for (int64_t task; (task = next_of(run)) < run->units;) fold_unit(run, task, &memory);
+  nyb_context *context = run->call->context;
+  atomic_store_explicit(&run->next_task, 0, memory_order_relaxed);
+  nyb_parallel(context, workers, work, run);
+  if (run->chunks == 0) return;
+
+  split_sequence s = next_sequence(run, NULL);
+  const int64_t rows = rows_per_unit(run->call), state_bytes = row_state_bytes(a, rows);
+  const int64_t end = run->first_chunk + run->chunks;
+  run->first_fold = unit_of_chunk(run, &s, run->first_chunk);
+  const int64_t last = unit_of_chunk(run, &s, end - 1);
+  run->folds = last - run->first_fold + 1;
+  atomic_store_explicit(&run->next_task, 0, memory_order_relaxed);
+  nyb_parallel(context,
+               worker_count(run, run->folds * rows,
+                            (double)(run->chunks * state_bytes) / (double)sizeof(float)),
+               fold_work, run);
+  const split_unit unfinished = split_unit_at(run, &s, last);
+  if (unfinished.end > end && unfinished.first_chunk >= run->first_chunk) {
+    memcpy(run->partials, partial_of(run, unfinished.first_chunk).values, (size_t)state_bytes);
+  }
+}
+
+/* Longer sequences are split: their units are more than a share of the call's work each. */
+static int64_t longest_unsplit(const nyb_attention_call *call, double all_tokens) {
+  const int64_t shares = SHARES_PER_THREAD * call->context->threads;
+  const double share = all_tokens * (double)units_per_sequence(call) / (double)shares;
+  if (call->context->threads == 1 || share >= INT32_MAX) return INT32_MAX;
+  return share > NYB_CHUNK_TOKENS ? (int64_t)share : NYB_CHUNK_TOKENS;
+}
+
+static void run_waves(fused_run *run) {
+  const nyb_attention_call *call = run->call;
+  const nyb_attention *a = call->attention;
+  double all_tokens = 0;
+  int64_t all_chunks = 0;
+  for (int64_t b = 0; b < a->batch; b++) all_tokens += a->lengths[b];
+  run->longest_unsplit = longest_unsplit(call, all_tokens);
+  for (int64_t b = 0; b < a->batch; b++) {
+    if (a->lengths[b] <= run->longest_unsplit) continue;
+    all_chunks += run->units_per_sequence * chunks_of(a->lengths[b]);
+  }
+  run->whole_units = a->batch * run->units_per_sequence;
+  const double elements =
+      all_tokens * (double)run->units_per_sequence * (double)(a->key_dim + a->value_dim);
+  const int64_t workers = worker_count(run, run->whole_units + all_chunks, elements);
+  const int64_t room =
+      all_chunks == 0 ? 1 : partial_bytes(call) / row_state_bytes(a, rows_per_unit(call)) - 1;
+  const int64_t waves = all_chunks == 0 ? 1 : (all_chunks + room - 1) / room;
+  for (int64_t wave = 0; wave < waves; wave++) {
+    const int64_t end = all_chunks * (wave + 1) / waves;
+    run->chunks = end - run->first_chunk;
+    run_wave(run, workers);
+    run->first_chunk = end;
+    run->whole_units = 0;
+  }
 }
 
 void nyb_attention_fused_run(const nyb_attention_call *call, char *workspace) {
   nyb_context *context = call->context;
   const nyb_attention *a = call->attention;
-  int64_t longest = 0, all_tokens = 0;
-  for (int64_t b = 0; b < a->batch; b++) {
-    longest = a->lengths[b] > longest ? a->lengths[b] : longest;
-    all_tokens += a->lengths[b];
-  }
   fused_run run = {
       .columns = (nyb_attention_columns_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_COLUMNS,
                                                           call->value_format),
@@ -424,31 +559,12 @@ void nyb_attention_fused_run(const nyb_attention_call *call, char *workspace) {
                                                         call->value_format),
       .precise = a->q.dtype == NYB_F32 || a->out.dtype == NYB_F32,
       .round_scores_to = a->rounding == NYB_ROUNDING_MLX ? a->q.dtype : NYB_F32,
-      .blocks = (rows_per_kv_head(call) + NYB_TILE_ROWS - 1) / NYB_TILE_ROWS,
-      .chunks = chunks_of(longest),
+      .units_per_sequence = units_per_sequence(call),
+      .blocks = units_per_sequence(call) / a->kv_heads,
       .workspace = workspace,
       .partials = workspace + context->threads * worker_bytes(a),
   };
-  run.units = a->batch * a->kv_heads * run.blocks;
-  run.split = run.chunks > 1 && run.units < SPLIT_UNITS_PER_THREAD * context->threads &&
-              run.units <= split_units(call);
-  const int64_t tasks = run.split ? run.units * run.chunks : run.units;
-  const int64_t worth =
-      all_tokens * a->kv_heads * run.blocks * (a->key_dim + a->value_dim) / min_elements_per_worker;
-  run.workers = context->threads < tasks ? context->threads : tasks;
-  if (worth < run.workers) run.workers = worth > 1 ? worth : 1;
-  nyb_parallel(context, run.workers, work, &run);
-  if (run.split) {
-    atomic_store_explicit(&run.next_task, 0, memory_order_relaxed);
-    const int64_t partial_elements =
-        run.units * run.chunks * row_state_bytes(a, rows_per_unit(call)) / (int64_t)sizeof(float);
-    const int64_t folders = partial_elements / min_elements_per_worker;
-    nyb_parallel(context,
-                 folders < 1             ? 1
-                 : folders < run.workers ? folders
-                                         : run.workers,
-                 fold_work, &run);
-  }
+  run_waves(&run);
   nyb_count_kernel(context, NYB_OPERATION_ATTENTION_QUERIES, call->key_format);
   nyb_count_kernel(context, NYB_OPERATION_ATTENTION_SCORES, call->key_format);
   nyb_count_kernel(context, NYB_OPERATION_ATTENTION_SOFTMAX, NYB_FORMAT_PLAIN_F32);

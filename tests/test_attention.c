@@ -920,6 +920,131 @@ static void test_heads_share_the_unpacking(void **state) {
   nyb_context_destroy(context);
 }
 
+/* ---- Splitting the work ------------------------------------------------------------------- */
+
+/* A parallel-for that counts its calls. */
+typedef struct counted_threads {
+  int64_t threads; /* first: check_parallel_for takes it */
+  int64_t calls;
+} counted_threads;
+
+static void counted_parallel_for(void *user_data, int64_t task_count, nyb_task task,
+                                 void *task_data) {
+  counted_threads *counted = user_data;
+  counted->calls++;
+  check_parallel_for(&counted->threads, task_count, task, task_data);
+}
+
+static nyb_context *make_counted_context(counted_threads *counted) {
+  nyb_context *context;
+  const nyb_context_options options = {.struct_size = sizeof options,
+                                       .threads = counted->threads,
+                                       .parallel_for = counted_parallel_for,
+                                       .parallel_for_data = counted};
+  assert_int_equal(nyb_context_create(&options, &context), NYB_OK);
+  return context;
+}
+
+/* Bits of the scene's outputs after a run on so many threads. */
+static uint8_t *bits_on_threads(attention_scene *scene, int64_t threads) {
+  counted_threads counted = {.threads = threads};
+  nyb_context *context = make_counted_context(&counted);
+  uint8_t *bits = malloc((size_t)scene_bits_bytes(scene));
+  assert_non_null(bits);
+  run_scene(scene, context);
+  scene_bits(scene, bits);
+  nyb_context_destroy(context);
+  return bits;
+}
+
+/* One sequence is far longer than the others of its batch: it alone is cut into chunks. */
+static void test_long_sequence_among_short_ones(void **state) {
+  (void)state;
+  static const int64_t threads[] = {2, 3, 8, 64};
+  for (int kv_heads = 1; kv_heads <= 3; kv_heads += 2) {
+    const attention_shape shape = {.name = "long among short",
+                                   .batch = 8,
+                                   .query_heads = 6,
+                                   .kv_heads = kv_heads,
+                                   .query_len = 3,
+                                   .key_dim = 32,
+                                   .value_dim = 64,
+                                   .capacity_tokens = 20000,
+                                   .lengths = {128, 1, 0, 20000, 2, 1500, 128, 4000},
+                                   .key_format = affine(4, 32),
+                                   .value_format = affine(8, 64),
+                                   .query_dtype = NYB_F32,
+                                   .out_dtype = NYB_F32,
+                                   .mask = NYB_MASK_CAUSAL,
+                                   .keys = ROWS_RAW,
+                                   .seed = 11};
+    attention_scene scene;
+    make_scene(&scene, &shape);
+    uint8_t *alone = bits_on_threads(&scene, 1);
+    for (size_t i = 0; i < sizeof threads / sizeof threads[0]; i++) {
+      uint8_t *shared = bits_on_threads(&scene, threads[i]);
+      assert_memory_equal(shared, alone, (size_t)scene_bits_bytes(&scene));
+      free(shared);
+    }
+    free(alone);
+    scene_free(&scene);
+  }
+}
+
+/* Rows of 65,536 values, 8 of them for each KV head, take 2 MiB for each chunk: 17 + 30 chunks do
+ * not fit the workspace, and the second sequence reaches over three waves. Values overlap (each
+ * token's row begins 64 elements after the one before it), so that 30 chunks of them are small. */
+static void test_partial_results_in_waves(void **state) {
+  (void)state;
+  enum { BATCH = 2, HEADS = 8, DIM = 32, VALUES = 65536, TOKENS = 30 * 1024 - 7, STEP = 64 };
+  const int64_t key_elements = (int64_t)BATCH * TOKENS * DIM;
+  const int64_t value_elements = (int64_t)TOKENS * STEP + VALUES;
+  const int64_t out_bytes = (int64_t)BATCH * HEADS * VALUES * (int64_t)sizeof(float);
+  uint16_t *k = malloc((size_t)key_elements * 2), *v = malloc((size_t)value_elements * 2);
+  float *out[2] = {malloc((size_t)out_bytes), malloc((size_t)out_bytes)};
+  assert_true(k != NULL && v != NULL && out[0] != NULL && out[1] != NULL);
+  check_random random = {.state = 3};
+  float q[BATCH * HEADS * DIM];
+  for (int i = 0; i < BATCH * HEADS * DIM; i++) q[i] = (float)check_random_normal(&random);
+  for (int64_t i = 0; i < key_elements; i++) {
+    oracle_store(k, NYB_F16, i, check_random_normal(&random));
+  }
+  for (int64_t i = 0; i < value_elements; i++) {
+    oracle_store(v, NYB_F16, i, check_random_normal(&random));
+  }
+  const int32_t lengths[BATCH] = {17 * 1024, TOKENS};
+  for (int i = 0; i < 2; i++) {
+    counted_threads counted = {.threads = 1 + i};
+    nyb_context *context = make_counted_context(&counted);
+    const nyb_attention call = {
+        .struct_size = sizeof call,
+        .batch = BATCH,
+        .query_heads = HEADS,
+        .kv_heads = 1,
+        .query_len = 1,
+        .key_dim = DIM,
+        .value_dim = VALUES,
+        .capacity_tokens = TOKENS,
+        .lengths = lengths,
+        .q = {.data = q, .dtype = NYB_F32, .stride = {HEADS * DIM, DIM, DIM}},
+        .k = {.format = plain(NYB_F16), .codes = k, .codes_stride = {TOKENS * DIM, 0, DIM}},
+        .v = {.format = plain(NYB_F16), .codes = v, .codes_stride = {0, 0, STEP}},
+        .out = {.data = out[i], .dtype = NYB_F32, .stride = {HEADS * VALUES, VALUES, VALUES}},
+        .scale = 0.25F};
+    const nyb_plan plan = plan_of(context, &call);
+    void *workspace = aligned_alloc(64, plan.workspace_bytes);
+    assert_int_equal(nyb_attention_run(context, &call, workspace, plan.workspace_bytes, NULL),
+                     NYB_OK);
+    if (counted.threads > 1) assert_true(counted.calls >= 2 * 3); /* chunks and folds of 3 waves */
+    free(workspace);
+    nyb_context_destroy(context);
+  }
+  assert_memory_equal(out[1], out[0], (size_t)out_bytes);
+  for (int i = 0; i < 2; i++) free(out[i]);
+  free(k);
+  free(v);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_refuses_null_and_size),
@@ -945,6 +1070,8 @@ int main(void) {
       cmocka_unit_test(test_prefill_workspace),
       cmocka_unit_test(test_prefill_memory),
       cmocka_unit_test(test_heads_share_the_unpacking),
+      cmocka_unit_test(test_long_sequence_among_short_ones),
+      cmocka_unit_test(test_partial_results_in_waves),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -151,6 +151,11 @@ USAGE_FAULTS = [
     (["bench", "overhead", "--shape", "1,2"], "--shape does not go with overhead"),
     (["bench", "quantize", "--bits", "16"], "one width of 2"),
     (["bench", "quantize", "--query-len", "2"], "--query-len does not go with quantize"),
+    (["bench", "attention", "--shape", "1,2,1,64,9", "--lengths", "10"], "--lengths has 10"),
+    (
+        ["bench", "attention", "--shape", "1,2,1,64,9", "--lengths", "1,2"],
+        "--lengths has more items",
+    ),
     (["quantize", "a"], "both IN and OUT"),
     (["quantize", "a", "b"], "either --tensor NAME"),
     (["quantize", "a", "b", "--all", "--tensor", "c"], "either --tensor NAME"),

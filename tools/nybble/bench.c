@@ -14,6 +14,7 @@
 enum {
   KEY_SHAPES = 256,
   KEY_QUERY_LEN,
+  KEY_LENGTHS,
   KEY_DTYPE,
   KEY_ISA,
   KEY_PATH,
@@ -38,6 +39,7 @@ static const struct {
     {KEY_SHAPES, "--shapes", {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_quantize}},
     {KEY_ELEMENTS, "--elements", {&nyb_bench_geglu}},
     {KEY_QUERY_LEN, "--query-len", {&nyb_bench_attention}},
+    {KEY_LENGTHS, "--lengths", {&nyb_bench_attention}},
     {'b', "--bits", {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_overhead}},
     {'g', "--group-size", {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_overhead}},
     {KEY_PATH, "--path", {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_overhead}},
@@ -79,6 +81,21 @@ static const char *what_is_wrong(const nyb_bench_operation *operation,
   if (shape->field[4] > INT32_MAX) return "N is more than a sequence can have";
   if (shape->field[1] % shape->field[2] != 0) return "Hkv does not divide Hq";
   return NULL;
+}
+
+static void check_lengths(const nyb_bench_settings *settings, const struct argp_state *state) {
+  for (int64_t s = 0; s < settings->shape_count; s++) {
+    const int64_t batch = settings->shapes[s].field[0], most = settings->shapes[s].field[4];
+    for (int64_t i = 0; i < settings->lengths.count; i++) {
+      const int64_t length = settings->lengths.items[i];
+      if (i >= batch)
+        argp_error(state, "--lengths has more items than the batch %lld of a shape",
+                   (long long)batch);
+      if (length > most)
+        argp_error(state, "--lengths has %lld; a shape's N is %lld", (long long)length,
+                   (long long)most);
+    }
+  }
 }
 
 static void add_shape(arguments *given, const struct argp_state *state, const char *text) {
@@ -180,6 +197,7 @@ static void finish_arguments(arguments *given, const struct argp_state *state) {
   }
   check_limited_options(given, state);
   finish_shapes(given, state);
+  check_lengths(settings, state);
   finish_widths(given, state);
   if (settings->threads.count == 0) settings->threads.count = 1; /* one entry of 0: all */
   if (settings->isas.count == 0) settings->isas.count = 1;       /* one entry of AUTO */
@@ -209,6 +227,9 @@ static error_t parse(int key, char *text, struct argp_state *state) {
     case 'g': settings->group_size = nyb_parse_group_size(state, "--group-size", text); return 0;
     case KEY_QUERY_LEN:
       settings->query_len = nyb_parse_integer(state, "--query-len", text, 1, INT32_MAX);
+      return 0;
+    case KEY_LENGTHS:
+      nyb_parse_integers(state, "--lengths", text, 0, INT32_MAX, &settings->lengths);
       return 0;
     case KEY_DTYPE: settings->dtype = nyb_parse_dtype(state, "--dtype", text); return 0;
     case 't': nyb_parse_integers(state, "--threads", text, 0, 4096, &settings->threads); return 0;
@@ -363,6 +384,12 @@ int nyb_command_bench(int argc, char **argv) {
        .key = KEY_QUERY_LEN,
        .arg = "L",
        .doc = "attention: query rows of each sequence, causal from 2 on (1)"},
+      {.name = "lengths",
+       .key = KEY_LENGTHS,
+       .arg = "N",
+       .doc =
+           "attention: tokens of each sequence of the batch, up to the shape's N; the last holds "
+           "for the rest; a list with commas (N)"},
       {.name = "dtype",
        .key = KEY_DTYPE,
        .arg = "DTYPE",

@@ -21,6 +21,7 @@ typedef struct nyb_bench_settings {
   int64_t shape_count;
   nyb_width_list widths;
   int64_t group_size, query_len;
+  nyb_integer_list lengths; /* of a batch's sequences, the last for all that follow; none: N */
   nyb_dtype dtype;
   nyb_integer_list threads, isas;
   nyb_path path;

@@ -140,8 +140,8 @@ typedef struct attention_bench {
   nyb_width width;
   layout key, value;
   nyb_bench_copies copies;
-  int64_t bytes; /* that one call reads of K and V */
-  int32_t *lengths;
+  int64_t bytes;    /* that one call reads of K and V */
+  int32_t *lengths; /* [batch] */
   void *query, *out;
   int64_t out_elements;
 } attention_bench;
@@ -215,6 +215,9 @@ static void report(const attention_bench *bench, const nyb_bench_context *on,
   cJSON_AddNumberToObject(result, "v_bits", bench->width.value_bits);
   cJSON_AddNumberToObject(result, "group_size", (double)settings->group_size);
   cJSON_AddNumberToObject(result, "query_len", (double)settings->query_len);
+  if (settings->lengths.count > 0) {
+    nyb_json_add_integers(result, "lengths", settings->lengths.items, settings->lengths.count);
+  }
   cJSON_AddStringToObject(result, "mask", settings->query_len > 1 ? "causal" : "none");
   cJSON_AddStringToObject(result, "dtype", nyb_dtype_name(settings->dtype));
   cJSON_AddStringToObject(result, "rounding", nyb_rounding_name(settings->rounding));
@@ -281,11 +284,22 @@ static int size_caches(attention_bench *bench) {
                               nyb_bench_name_shape(bench->shape, NYB_BENCH_SHAPE_FIELDS).text);
   }
   bench->out_elements = elements;
-  for (int i = 0; i < ARRAYS; i++) {
-    bench->bytes += rows * (bench->key.row_bytes[i] + bench->value.row_bytes[i]);
-  }
   status = nyb_command_check_memory(elements * 12, "the queries of this shape");
   return status != 0 ? status : nyb_bench_allocate_copies(end, &bench->copies);
+}
+
+static void choose_lengths(attention_bench *bench) {
+  const nyb_integer_list *asked = &bench->run->settings->lengths;
+  const int64_t *field = bench->shape->field;
+  bench->lengths = nyb_command_allocate(field[BATCH] * (int64_t)sizeof *bench->lengths);
+  for (int64_t b = 0; b < field[BATCH]; b++) {
+    const int64_t last = b < asked->count ? b : asked->count - 1;
+    bench->lengths[b] = (int32_t)(asked->count > 0 ? asked->items[last] : field[TOKENS]);
+    for (int i = 0; i < ARRAYS; i++) {
+      bench->bytes += bench->lengths[b] * field[KV_HEADS] *
+                      (bench->key.row_bytes[i] + bench->value.row_bytes[i]);
+    }
+  }
 }
 
 static int prepare(attention_bench *bench) {
@@ -302,8 +316,7 @@ static int prepare(attention_bench *bench) {
         fill_rows(context, &bench->value, field[HEAD_DIM], heads, field[TOKENS], 2, &bench->copies);
   }
   if (status != 0) return status;
-  bench->lengths = nyb_command_allocate(field[BATCH] * (int64_t)sizeof *bench->lengths);
-  for (int64_t b = 0; b < field[BATCH]; b++) bench->lengths[b] = (int32_t)field[TOKENS];
+  choose_lengths(bench);
   const int64_t element_bytes = (int64_t)nyb_dtype_bytes(settings->dtype);
   bench->query = nyb_command_allocate(bench->out_elements * element_bytes);
   bench->out = nyb_command_allocate(bench->out_elements * element_bytes);
