@@ -1,0 +1,331 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Attention on CUDA: which kernel a call gets, and its run. What each kernel is able to do stands
+ * in its own file, attention_<kernel>.c. */
+#include "attention.h"
+
+#include <stdio.h>
+
+#include "../numeric.h"
+#include "device/attention_general_sizes.h"
+
+/* The fused path's kernels, the preferred ones first. The last takes whatever its dims allow. */
+static const nyb_cuda_attention_kernel *const fused_kernels[] = {
+    &nyb_cuda_attention_general,
+};
+enum { FUSED_KERNELS = sizeof fused_kernels / sizeof fused_kernels[0] };
+
+/* ---- Arguments ------------------------------------------------------------------------------ */
+
+static void set_strides(const int64_t elements[3], int64_t element_bytes, long long bytes[3]) {
+  for (int axis = 0; axis < 3; axis++) bytes[axis] = elements[axis] * element_bytes;
+}
+
+static int64_t code_bytes_of(const nyb_format *format) {
+  return format->scheme == NYB_AFFINE ? 4 : (int64_t)nyb_dtype_bytes(format->dtype);
+}
+
+static nyb_attention_rows rows_of(const nyb_stored *stored) {
+  const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(stored->format.dtype);
+  nyb_attention_rows rows = {.codes = stored->codes, .dtype = (int)stored->format.dtype};
+  set_strides(stored->codes_stride, code_bytes_of(&stored->format), rows.codes_stride);
+  if (stored->format.scheme == NYB_PLAIN) return rows;
+  rows.scales = stored->scales;
+  rows.biases = stored->biases;
+  set_strides(stored->scales_stride, scale_bytes, rows.scales_stride);
+  set_strides(stored->biases_stride, scale_bytes, rows.biases_stride);
+  rows.bits = stored->format.bits;
+  rows.group_size = stored->format.group_size;
+  return rows;
+}
+
+nyb_attention_arguments nyb_cuda_attention_arguments(const nyb_attention_call *call) {
+  const nyb_attention *a = call->attention;
+  const nyb_dtype round_to = a->rounding == NYB_ROUNDING_MLX ? a->q.dtype : NYB_F32;
+  nyb_attention_arguments arguments = {
+      .k = rows_of(&a->k),
+      .v = rows_of(&a->v),
+      .q = a->q.data,
+      .out = a->out.data,
+      .lse = a->lse.data,
+      .lengths = a->lengths,
+      .capacity_tokens = a->capacity_tokens,
+      .batch = a->batch,
+      .kv_heads = a->kv_heads,
+      .heads_per_kv = call->heads_per_kv,
+      .query_len = a->query_len,
+      .key_dim = a->key_dim,
+      .value_dim = a->value_dim,
+      .causal = a->mask == NYB_MASK_CAUSAL,
+      .query_dtype = (int)a->q.dtype,
+      .out_dtype = (int)a->out.dtype,
+      .round_to = (int)round_to,
+      .scale = nyb_round_to(round_to, a->scale),
+  };
+  set_strides(a->q.stride, (int64_t)nyb_dtype_bytes(a->q.dtype), arguments.q_stride);
+  set_strides(a->out.stride, (int64_t)nyb_dtype_bytes(a->out.dtype), arguments.out_stride);
+  set_strides(a->lse.stride, (int64_t)sizeof(float), arguments.lse_stride);
+  return arguments;
+}
+
+/* ---- Alignment ------------------------------------------------------------------------------ */
+
+static bool array_aligned(const nyb_attention *a, const void *data, const int64_t stride[3],
+                          int64_t element_bytes, int64_t bytes) {
+  const int64_t shape[3] = {a->batch, a->kv_heads, a->capacity_tokens};
+  bool aligned = (int64_t)((uintptr_t)data % (uintptr_t)bytes) == 0;
+  for (int axis = 0; axis < 3; axis++) {
+    aligned = aligned && (shape[axis] <= 1 || stride[axis] * element_bytes % bytes == 0);
+  }
+  return aligned;
+}
+
+bool nyb_cuda_codes_aligned(const nyb_attention *attention, const nyb_stored *stored,
+                            int64_t bytes) {
+  return array_aligned(attention, stored->codes, stored->codes_stride,
+                       code_bytes_of(&stored->format), bytes);
+}
+
+bool nyb_cuda_stored_aligned(const nyb_attention *attention, const nyb_stored *stored,
+                             int64_t bytes) {
+  const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(stored->format.dtype);
+  return nyb_cuda_codes_aligned(attention, stored, bytes) &&
+         (stored->format.scheme == NYB_PLAIN ||
+          (array_aligned(attention, stored->scales, stored->scales_stride, scale_bytes, bytes) &&
+           array_aligned(attention, stored->biases, stored->biases_stride, scale_bytes, bytes)));
+}
+
+/* ---- Choosing ------------------------------------------------------------------------------- */
+
+/* The fused kernel for a call, or NULL. */
+static const nyb_cuda_attention_kernel *choose_fused(const nyb_attention_call *call,
+                                                     const nyb_cuda_properties *properties) {
+  for (int i = 0; i < FUSED_KERNELS; i++) {
+    const nyb_cuda_attention_kernel *kernel = fused_kernels[i];
+    if (kernel->supports(call, properties) &&
+        (kernel->suits == NULL || kernel->suits(call, properties))) {
+      return kernel;
+    }
+  }
+  return NULL;
+}
+
+/* *reason is why this path. */
+static nyb_status choose(const nyb_attention_call *call, nyb_path asked,
+                         const nyb_cuda_properties *properties,
+                         const nyb_cuda_attention_kernel **kernel, const char **reason) {
+  const nyb_attention *a = call->attention;
+  *kernel = asked == NYB_PATH_COMPAT ? NULL : choose_fused(call, properties);
+  if (*kernel != NULL) {
+    *reason = (*kernel)->reason;
+    return NYB_OK;
+  }
+  if (asked == NYB_PATH_FUSED) {
+    return nyb_fail(NYB_ERROR_UNSUPPORTED,
+                    "attention.key_dim is %lld and attention.value_dim %lld; the fused path of "
+                    "CUDA takes dims up to %d",
+                    (long long)a->key_dim, (long long)a->value_dim, NYB_GENERAL_MAX_DIM);
+  }
+  *kernel = &nyb_cuda_attention_compat;
+  *reason = asked == NYB_PATH_COMPAT ? nyb_cuda_attention_compat.reason
+                                     : "the fused path of CUDA takes dims up to 1024 only";
+  return NYB_OK;
+}
+
+/* Pointers and strides may send a call to another kernel than at its plan, but not to other
+ * needs. */
+static int64_t workspace_bytes_of(const nyb_attention_call *call,
+                                  const nyb_cuda_attention_kernel *chosen,
+                                  const nyb_cuda_properties *properties) {
+  int64_t most = chosen->workspace_bytes(call, properties);
+  for (int i = 0; chosen != &nyb_cuda_attention_compat && i < FUSED_KERNELS; i++) {
+    if (!fused_kernels[i]->supports(call, properties)) continue;
+    const int64_t bytes = fused_kernels[i]->workspace_bytes(call, properties);
+    most = bytes > most ? bytes : most;
+  }
+  return (most + NYB_WORKSPACE_ALIGNMENT - 1) / NYB_WORKSPACE_ALIGNMENT * NYB_WORKSPACE_ALIGNMENT;
+}
+
+/* Compiles and loads what is not there yet. Returns how many kernels there are, in *count. */
+static nyb_status load(nyb_cuda_scope *scope, const nyb_attention_call *call,
+                       const nyb_cuda_attention_kernel *chosen,
+                       const nyb_cuda_kernel *kernels[NYB_CUDA_ATTENTION_MAX_PROGRAMS]) {
+  nyb_cuda_attention_program programs[NYB_CUDA_ATTENTION_MAX_PROGRAMS] = {0};
+  const int count = chosen->programs(call, scope->properties, programs);
+  nyb_status status = NYB_OK;
+  for (int i = 0; i < count && status == NYB_OK; i++) {
+    status = nyb_cuda_kernel_get(scope, &programs[i].spec, programs[i].threads,
+                                 programs[i].dynamic_shared_bytes, &kernels[i]);
+  }
+  return status;
+}
+
+/* ---- Plan and run --------------------------------------------------------------------------- */
+
+static const char *kernel_name(const nyb_context *context, nyb_operation operation,
+                               nyb_format_id format) {
+  return nyb_kernel_entries[context->dispatch.entry[operation][format]].name;
+}
+
+nyb_status nyb_cuda_attention_plan(const nyb_attention_call *call, nyb_path asked, nyb_plan *plan) {
+  nyb_cuda_scope scope;
+  nyb_status status = nyb_cuda_enter(call->context, &scope);
+  if (status != NYB_OK) return status;
+  const nyb_cuda_attention_kernel *kernel = NULL;
+  const nyb_cuda_kernel *kernels[NYB_CUDA_ATTENTION_MAX_PROGRAMS];
+  const char *reason = "";
+  status = choose(call, asked, scope.properties, &kernel, &reason);
+  if (status == NYB_OK) status = load(&scope, call, kernel, kernels);
+  if (status == NYB_OK) {
+    const bool compat = kernel == &nyb_cuda_attention_compat;
+    plan->path = compat ? NYB_PATH_COMPAT : NYB_PATH_FUSED;
+    plan->workspace_bytes = (size_t)workspace_bytes_of(call, kernel, scope.properties);
+    plan->key_kernel =
+        compat ? "" : kernel_name(call->context, kernel->operation, call->key_format);
+    plan->value_kernel =
+        compat ? "" : kernel_name(call->context, kernel->operation, call->value_format);
+    snprintf(plan->reason, sizeof plan->reason, "%s", reason);
+  }
+  nyb_cuda_leave(&scope);
+  return status;
+}
+
+static nyb_status check_stored(const nyb_cuda_scope *scope, const char *owner,
+                               const nyb_stored *stored) {
+  nyb_status status = nyb_cuda_check_pointer(scope, owner, "codes", stored->codes);
+  if (status != NYB_OK || stored->format.scheme == NYB_PLAIN) return status;
+  status = nyb_cuda_check_pointer(scope, owner, "scales", stored->scales);
+  if (status != NYB_OK) return status;
+  return nyb_cuda_check_pointer(scope, owner, "biases", stored->biases);
+}
+
+static nyb_status check_pointers(const nyb_cuda_scope *scope, const nyb_attention *a,
+                                 const void *workspace) {
+  const struct {
+    const char *owner, *member;
+    const void *address;
+  } pointers[] = {
+      {"attention.q", "data", a->q.data},     {"attention", "lengths", a->lengths},
+      {"attention.out", "data", a->out.data}, {"attention.lse", "data", a->lse.data},
+      {"workspace", "", workspace},
+  };
+  nyb_status status = check_stored(scope, "attention.k", &a->k);
+  if (status == NYB_OK) status = check_stored(scope, "attention.v", &a->v);
+  for (size_t i = 0; i < sizeof pointers / sizeof pointers[0] && status == NYB_OK; i++) {
+    status =
+        nyb_cuda_check_pointer(scope, pointers[i].owner, pointers[i].member, pointers[i].address);
+  }
+  return status;
+}
+
+nyb_status nyb_cuda_attention_run(const nyb_attention_call *call, const nyb_plan *plan,
+                                  void *workspace, nyb_stream stream) {
+  nyb_cuda_scope scope;
+  nyb_status status = nyb_cuda_enter(call->context, &scope);
+  if (status != NYB_OK) return status;
+  const nyb_cuda_attention_kernel *kernel = NULL;
+  const nyb_cuda_kernel *kernels[NYB_CUDA_ATTENTION_MAX_PROGRAMS];
+  const char *reason;
+  status = check_pointers(&scope, call->attention, workspace);
+  if (status == NYB_OK) status = choose(call, plan->path, scope.properties, &kernel, &reason);
+  if (status == NYB_OK) status = load(&scope, call, kernel, kernels);
+  if (status == NYB_OK) status = kernel->launch(&scope, call, kernels, workspace, stream);
+  if (status == NYB_OK && kernel != &nyb_cuda_attention_compat) {
+    nyb_count_kernel(call->context, kernel->operation, call->key_format);
+    nyb_count_kernel(call->context, kernel->operation, call->value_format);
+  }
+  nyb_cuda_leave(&scope);
+  return status;
+}
+
+/* ---- The shipped matrix --------------------------------------------------------------------- */
+
+typedef struct matrix_shape {
+  int64_t query_heads, kv_heads, query_len, key_dim, value_dim;
+} matrix_shape;
+
+static const matrix_shape matrix_shapes[] = {
+    {32, 8, 1, 64, 64},   {32, 8, 1, 80, 80},      {32, 32, 1, 96, 96},   {32, 8, 1, 112, 112},
+    {32, 8, 1, 128, 128}, {32, 32, 1, 128, 128},   {28, 4, 1, 128, 128},  {71, 1, 1, 64, 64},
+    {64, 8, 4, 128, 128}, {32, 8, 2048, 128, 128}, {16, 8, 1, 192, 192},  {16, 8, 1, 256, 256},
+    {16, 1, 1, 512, 512}, {128, 1, 1, 576, 512},   {4, 1, 1, 1024, 1024}, {16, 8, 2048, 256, 256},
+    {32, 8, 64, 64, 64},
+};
+
+/* Keys and values take the same entry, or K8 with V4, as people mix them. */
+static const nyb_format matrix_formats[][2] = {
+#define NYB_BOTH(...)              \
+  {                                \
+    {__VA_ARGS__}, { __VA_ARGS__ } \
+  }
+    NYB_BOTH(NYB_AFFINE, 2, 32, NYB_BF16),
+    NYB_BOTH(NYB_AFFINE, 3, 64, NYB_F16),
+    NYB_BOTH(NYB_AFFINE, 4, 64, NYB_BF16),
+    NYB_BOTH(NYB_AFFINE, 4, 32, NYB_F16),
+    NYB_BOTH(NYB_AFFINE, 5, 64, NYB_BF16),
+    NYB_BOTH(NYB_AFFINE, 6, 128, NYB_BF16),
+    NYB_BOTH(NYB_AFFINE, 8, 64, NYB_BF16),
+    NYB_BOTH(NYB_AFFINE, 8, 128, NYB_F32),
+    NYB_BOTH(NYB_PLAIN, 0, 0, NYB_F32),
+    NYB_BOTH(NYB_PLAIN, 0, 0, NYB_F16),
+    NYB_BOTH(NYB_PLAIN, 0, 0, NYB_BF16),
+#undef NYB_BOTH
+    {{NYB_AFFINE, 8, 64, NYB_BF16}, {NYB_AFFINE, 4, 64, NYB_BF16}},
+};
+
+static const nyb_dtype matrix_dtypes[] = {NYB_BF16, NYB_F16, NYB_F32};
+
+static bool fits(const nyb_format *format, int64_t dim) {
+  return format->scheme == NYB_PLAIN || dim % format->group_size == 0;
+}
+
+/* What a call of that shape launches. Pointers are NULL and strides 0: aligned. */
+static void visit_call(const nyb_attention_call *call, const nyb_cuda_properties *properties,
+                       nyb_path path, nyb_cuda_visit visit, void *data) {
+  const nyb_cuda_attention_kernel *kernel = NULL;
+  const char *reason;
+  if (choose(call, path, properties, &kernel, &reason) != NYB_OK) return;
+  nyb_cuda_attention_program programs[NYB_CUDA_ATTENTION_MAX_PROGRAMS] = {0};
+  const int count = kernel->programs(call, properties, programs);
+  for (int i = 0; i < count; i++) visit(data, &programs[i].spec, kernel->tuned);
+}
+
+static void visit_shape(const matrix_shape *shape, const nyb_format formats[2],
+                        const nyb_cuda_properties *properties, nyb_cuda_visit visit, void *data) {
+  enum { DTYPES = sizeof matrix_dtypes / sizeof matrix_dtypes[0] };
+  nyb_row_layout key, value;
+  if (!fits(&formats[0], shape->key_dim) || !fits(&formats[1], shape->value_dim) ||
+      nyb_format_check(&formats[0], "format", shape->key_dim, "dim", &key) != NYB_OK ||
+      nyb_format_check(&formats[1], "format", shape->value_dim, "dim", &value) != NYB_OK) {
+    return;
+  }
+  for (int i = 0; i < DTYPES * 2; i++) {
+    nyb_attention a = NYB_ATTENTION_INIT;
+    a.batch = 1;
+    a.query_heads = shape->query_heads;
+    a.kv_heads = shape->kv_heads;
+    a.query_len = shape->query_len;
+    a.key_dim = shape->key_dim;
+    a.value_dim = shape->value_dim;
+    a.capacity_tokens = 32768;
+    a.k.format = formats[0];
+    a.v.format = formats[1];
+    a.q.dtype = a.out.dtype = matrix_dtypes[i % DTYPES];
+    a.rounding = i < DTYPES ? NYB_ROUNDING_EXACT : NYB_ROUNDING_MLX;
+    a.scale = 1;
+    const nyb_attention_call call = {.attention = &a,
+                                     .key_format = key.id,
+                                     .value_format = value.id,
+                                     .heads_per_kv = a.query_heads / a.kv_heads};
+    visit_call(&call, properties, NYB_PATH_FUSED, visit, data);
+    visit_call(&call, properties, NYB_PATH_COMPAT, visit, data);
+  }
+}
+
+void nyb_cuda_attention_matrix(const nyb_cuda_properties *properties, nyb_cuda_visit visit,
+                               void *data) {
+  for (size_t s = 0; s < sizeof matrix_shapes / sizeof matrix_shapes[0]; s++) {
+    for (size_t f = 0; f < sizeof matrix_formats / sizeof matrix_formats[0]; f++) {
+      visit_shape(&matrix_shapes[s], matrix_formats[f], properties, visit, data);
+    }
+  }
+}

@@ -1,0 +1,625 @@
+// SPDX-License-Identifier: Apache-2.0
+// Fused attention for every format, head size up to 1,024, ratio, stride and alignment: a tile of K
+// or V is unpacked into shared memory once for all query rows of the block, and summed in f32.
+//
+// A unit is one KV head of one sequence with a block of ROWS query rows (rows of all query heads
+// that share the KV head, the query row counting first). Its tokens are cut into chunks, each of
+// which starts from an empty state. Either a block takes one chunk of a unit and leaves its result
+// for attention_general_merge (split), or it takes whole units and adds chunk to chunk as it goes.
+// The operations on a row, and their order, are the same, so the choice is one of load balance; nor
+// do they depend on ROWS.
+//
+// Parameters (-D): KEY_BITS, VALUE_BITS (0: plain), KEY_DTYPE, VALUE_DTYPE (of scales and biases, or
+// of plain elements), KEY_ALIGNED, VALUE_ALIGNED (plain rows start at multiples of 16 bytes),
+// KEY_DIM, VALUE_DIM, ROWS (1, 4, 8 or 16).
+#include "attention_general.cuh"
+#include "attention_rows.cuh"
+
+#if !defined(KEY_BITS) || !defined(VALUE_BITS) || !defined(KEY_DTYPE) || !defined(VALUE_DTYPE) || \
+    !defined(KEY_ALIGNED) || !defined(VALUE_ALIGNED) || !defined(KEY_DIM) ||                      \
+    !defined(VALUE_DIM) || !defined(ROWS)
+#error "a parameter of attention_general is missing"
+#endif
+
+constexpr int THREADS = NYB_GENERAL_THREADS, WARPS = THREADS / 32;
+constexpr int TILE = NYB_GENERAL_TILE_TOKENS, RUN = NYB_LANE_ELEMENTS;
+
+// Both sides of a row are cut into slices of one width, which are unpacked one at a time. Of a slice
+// in shared memory run u's first four elements stand at quad u, its last four at quad RUNS + u, so
+// that neighbouring threads store to neighbouring quads. What lies beyond the row is 0.
+template <int DIM>
+struct Slices {
+  static constexpr int COUNT = nyb_general_slices(DIM), WIDTH = nyb_general_slice_width(DIM), RUNS = WIDTH / RUN,
+                       QUADS = 2 * RUNS;
+
+  // The first of the four elements of a row at that quad of that slice.
+  static __device__ __forceinline__ int element_of(int slice, int quad) {
+    return slice * WIDTH + (quad < RUNS ? quad * RUN : (quad - RUNS) * RUN + 4);
+  }
+
+  // Where an element of a row stands, in floats, slice after slice.
+  static __device__ __forceinline__ int column_of(int element) {
+    const int slice = element / WIDTH, i = element % WIDTH;
+    return slice * WIDTH + (i % RUN / 4 * RUNS + i / RUN) * 4 + i % 4;
+  }
+};
+
+using KeySlices = Slices<KEY_DIM>;
+using ValueSlices = Slices<VALUE_DIM>;
+
+constexpr int TILE_PITCH = nyb_general_tile_pitch(KEY_DIM, VALUE_DIM); // quads
+constexpr int QUERY_PITCH = KeySlices::COUNT * KeySlices::QUADS;
+
+// Threads that stand for the columns of a slice; where they are few, several groups of threads take
+// every so many quads of tokens each.
+constexpr int COLUMN_THREADS = ValueSlices::WIDTH <= 32   ? 32
+                               : ValueSlices::WIDTH <= 64 ? 64
+                                                          : THREADS;
+constexpr int TOKEN_GROUPS = THREADS / COLUMN_THREADS;
+
+// A row's values of one chunk: in registers while there is one slice, else in shared memory. At the
+// chunk's end all stand there: [group][row][column].
+constexpr bool SUMS_IN_REGISTERS = ValueSlices::COUNT == 1;
+constexpr int OUTPUT_PITCH = SUMS_IN_REGISTERS ? COLUMN_THREADS
+                                               : ValueSlices::COUNT * ValueSlices::WIDTH;
+
+constexpr int WARP_ROWS = (ROWS + WARPS - 1) / WARPS;
+
+struct Quad {
+  float x, y, z, w;
+} __attribute__((aligned(16)));
+
+struct Shared {
+  Quad *tile, *query;
+  float *outputs;
+  float (*scores)[TILE]; // then the weights
+  float *rescale;
+  float *keep, *add; // of the chunk that has ended
+  float *sum;        // of all chunks until now
+  int *visible;
+  int64_t *query_offset, *out_offset, *lse_offset; // in bytes
+};
+
+__device__ __forceinline__ Shared shared_at(char *memory) {
+  Shared shared;
+  shared.tile = reinterpret_cast<Quad *>(memory);
+  shared.query = shared.tile + TILE * TILE_PITCH;
+  float *floats = reinterpret_cast<float *>(shared.query + ROWS * QUERY_PITCH);
+  shared.scores = reinterpret_cast<float(*)[TILE]>(floats);
+  floats += ROWS * TILE;
+  shared.outputs = SUMS_IN_REGISTERS ? reinterpret_cast<float *>(memory) : floats;
+  floats += SUMS_IN_REGISTERS ? 0 : ROWS * OUTPUT_PITCH;
+  shared.query_offset = reinterpret_cast<int64_t *>(floats);
+  shared.out_offset = shared.query_offset + ROWS;
+  shared.lse_offset = shared.out_offset + ROWS;
+  shared.rescale = reinterpret_cast<float *>(shared.lse_offset + ROWS);
+  shared.keep = shared.rescale + ROWS;
+  shared.add = shared.keep + ROWS;
+  shared.sum = shared.add + ROWS;
+  shared.visible = reinterpret_cast<int *>(shared.sum + ROWS);
+  return shared;
+}
+
+__device__ __forceinline__ float minus_infinity() { return -nyb_float_of(0x7f800000u); }
+
+__device__ __forceinline__ float dot(Quad q, Quad k, float sum) {
+  sum = fmaf(q.x, k.x, sum);
+  sum = fmaf(q.y, k.y, sum);
+  sum = fmaf(q.z, k.z, sum);
+  return fmaf(q.w, k.w, sum);
+}
+
+// ---- Units ----------------------------------------------------------------------------------------
+
+struct Unit {
+  int64_t batch, kv_head, first_row, length;
+  int64_t first_partial_row; // its first row among all rows of the call, KV head by KV head
+  int rows;
+  int visible; // tokens that the last row sees: no row sees more
+};
+
+__device__ __forceinline__ int64_t blocks_of_rows(const nyb_attention_arguments &a) {
+  return (a.heads_per_kv * a.query_len + ROWS - 1) / ROWS;
+}
+
+// Units of the last rows come first: under a causal mask they are the longest.
+__device__ Unit unit_at(const nyb_attention_arguments &a, int64_t index) {
+  const int64_t blocks = blocks_of_rows(a), heads = a.batch * a.kv_heads;
+  const int64_t all_rows = a.heads_per_kv * a.query_len, head = index % heads;
+  Unit unit;
+  unit.first_row = (blocks - 1 - index / heads) * ROWS;
+  unit.kv_head = head % a.kv_heads;
+  unit.batch = head / a.kv_heads;
+  unit.first_partial_row = head * all_rows + unit.first_row;
+  unit.rows = static_cast<int>(all_rows - unit.first_row < ROWS ? all_rows - unit.first_row : ROWS);
+  unit.length = nyb_length_of(&a, unit.batch);
+  unit.visible = static_cast<int>(
+      nyb_visible_to(&a, unit.length, (unit.first_row + unit.rows - 1) / a.heads_per_kv));
+  return unit;
+}
+
+// Where the unit's rows lie, and what each sees.
+__device__ __forceinline__ void place_rows(const nyb_attention_arguments &a, const Unit &unit,
+                                           const Shared &shared) {
+  const int row = threadIdx.x;
+  if (row >= ROWS) return;
+  shared.visible[row] = 0;
+  if (row >= unit.rows) return;
+  const int64_t query_row = (unit.first_row + row) / a.heads_per_kv;
+  const int64_t head =
+      unit.kv_head * a.heads_per_kv + (unit.first_row + row) % a.heads_per_kv;
+  shared.visible[row] = static_cast<int>(nyb_visible_to(&a, unit.length, query_row));
+  shared.query_offset[row] =
+      unit.batch * a.q_stride[0] + head * a.q_stride[1] + query_row * a.q_stride[2];
+  shared.out_offset[row] =
+      unit.batch * a.out_stride[0] + head * a.out_stride[1] + query_row * a.out_stride[2];
+  shared.lse_offset[row] =
+      unit.batch * a.lse_stride[0] + head * a.lse_stride[1] + query_row * a.lse_stride[2];
+}
+
+// Queries in the order of the tile's quads; rows that the unit has not are 0.
+__device__ __forceinline__ void load_queries(const nyb_attention_arguments &a, const Unit &unit,
+                                             const Shared &shared) {
+#pragma unroll 1
+  for (int index = threadIdx.x; index < ROWS * QUERY_PITCH; index += THREADS) {
+    const int row = index / QUERY_PITCH, quad = index % QUERY_PITCH;
+    const int first = KeySlices::element_of(quad / KeySlices::QUADS, quad % KeySlices::QUADS);
+    Quad values = {0.0f, 0.0f, 0.0f, 0.0f};
+    if (row < unit.rows) {
+      const char *q = a.q + shared.query_offset[row];
+      if (first < KEY_DIM) values.x = nyb_query_element(&a, q, first);
+      if (first + 1 < KEY_DIM) values.y = nyb_query_element(&a, q, first + 1);
+      if (first + 2 < KEY_DIM) values.z = nyb_query_element(&a, q, first + 2);
+      if (first + 3 < KEY_DIM) values.w = nyb_query_element(&a, q, first + 3);
+    }
+    shared.query[index] = values;
+  }
+}
+
+// ---- Unpacking ------------------------------------------------------------------------------------
+
+// The rows of one sequence and KV head.
+struct Source {
+  const char *codes, *scales, *biases;
+  int64_t codes_stride, scales_stride, biases_stride;
+  int group_shift;
+};
+
+__device__ __forceinline__ Source source_of(const nyb_attention_rows &rows, const Unit &unit) {
+  Source source;
+  source.codes =
+      rows.codes + unit.batch * rows.codes_stride[0] + unit.kv_head * rows.codes_stride[1];
+  source.scales =
+      rows.scales + unit.batch * rows.scales_stride[0] + unit.kv_head * rows.scales_stride[1];
+  source.biases =
+      rows.biases + unit.batch * rows.biases_stride[0] + unit.kv_head * rows.biases_stride[1];
+  source.codes_stride = rows.codes_stride[2];
+  source.scales_stride = rows.scales_stride[2];
+  source.biases_stride = rows.biases_stride[2];
+  source.group_shift = rows.group_size == 32 ? 5 : rows.group_size == 64 ? 6 : 7;
+  return source;
+}
+
+template <int BITS, int DTYPE, bool ALIGNED, int DIM>
+struct Format {
+  static __device__ __forceinline__ nyb_run zero() {
+    nyb_run run;
+#pragma unroll
+    for (int i = 0; i < RUN; i++) run.words[i] = 0;
+    run.scale = run.bias = 0;
+    return run;
+  }
+
+  static __device__ __forceinline__ nyb_run load(const Source &source, int token, int first) {
+    nyb_run run = zero();
+    const char *codes = source.codes + token * source.codes_stride;
+    if constexpr (BITS == 0) {
+      if constexpr (ALIGNED && DIM % RUN == 0) {
+        nyb_load_plain_aligned(&run, codes, DTYPE, first);
+      } else {
+        nyb_load_plain(&run, codes, DTYPE, first, DIM % RUN == 0 ? RUN : DIM - first);
+      }
+    } else {
+      nyb_load_codes(&run, codes, BITS, first);
+      const int group = first >> source.group_shift;
+      run.scale = nyb_load_bits(source.scales + token * source.scales_stride, DTYPE, group);
+      run.bias = nyb_load_bits(source.biases + token * source.biases_stride, DTYPE, group);
+    }
+    return run;
+  }
+
+  static __device__ __forceinline__ float element(const nyb_run &run, float scale, float bias,
+                                                  int i) {
+    if constexpr (BITS == 0) return nyb_plain_of(&run, DTYPE, i);
+    return fmaf(nyb_float_from_code(nyb_code_of(&run, BITS, i)), scale, bias);
+  }
+
+  static __device__ __forceinline__ void store(const nyb_run &run, Quad *to, int runs) {
+    const float scale = BITS == 0 ? 0 : nyb_widen(DTYPE, run.scale);
+    const float bias = BITS == 0 ? 0 : nyb_widen(DTYPE, run.bias);
+    to[0] = {element(run, scale, bias, 0), element(run, scale, bias, 1),
+             element(run, scale, bias, 2), element(run, scale, bias, 3)};
+    to[runs] = {element(run, scale, bias, 4), element(run, scale, bias, 5),
+                element(run, scale, bias, 6), element(run, scale, bias, 7)};
+  }
+};
+
+using Keys = Format<KEY_BITS, KEY_DTYPE, KEY_ALIGNED, KEY_DIM>;
+using Values = Format<VALUE_BITS, VALUE_DTYPE, VALUE_ALIGNED, VALUE_DIM>;
+
+// Unpacks a slice of rows [first_token, first_token + tokens), and 0 for the rest of the tile.
+template <class Rows, int DIM>
+__device__ __forceinline__ void unpack(Quad *tile, const Source &source, int slice, int first_token,
+                                       int tokens) {
+  constexpr int RUNS = Slices<DIM>::RUNS, STEPS = (TILE * RUNS + THREADS - 1) / THREADS;
+  constexpr int AT_ONCE = STEPS < 4 ? STEPS : 4;
+  const int first = slice * Slices<DIM>::WIDTH;
+#pragma unroll 1
+  for (int step = 0; step < STEPS; step += AT_ONCE) {
+    nyb_run runs[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int index = (step + i) * THREADS + static_cast<int>(threadIdx.x);
+      const int token = index / RUNS, element = first + index % RUNS * RUN;
+      runs[i] = token < tokens && (DIM % Slices<DIM>::WIDTH == 0 || element < DIM)
+                    ? Rows::load(source, first_token + token, element)
+                    : Rows::zero();
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      const int index = (step + i) * THREADS + static_cast<int>(threadIdx.x);
+      const int token = index / RUNS;
+      if (token < TILE) Rows::store(runs[i], tile + token * TILE_PITCH + index % RUNS, RUNS);
+    }
+  }
+}
+
+// ---- Scores ---------------------------------------------------------------------------------------
+
+// Four neighbouring threads share two tokens: each sums every fourth quad of elements, for all rows.
+struct Sums {
+  float of[2 * ROWS]; // row, token
+};
+
+__device__ __forceinline__ void add_scores(Sums &sums, const Shared &shared, int slice) {
+  constexpr int AT_ONCE = ROWS > 4 ? 1 : 4;
+  const Quad *keys = shared.tile + threadIdx.x / 4 * TILE_PITCH;
+  const Quad *query = shared.query + slice * KeySlices::QUADS;
+#pragma unroll AT_ONCE
+  for (int quad = threadIdx.x % 4; quad < KeySlices::QUADS; quad += 4) {
+    const Quad first = keys[quad], second = keys[TILE / 2 * TILE_PITCH + quad];
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+      const Quad q = query[row * QUERY_PITCH + quad];
+      sums.of[2 * row] = dot(q, first, sums.of[2 * row]);
+      sums.of[2 * row + 1] = dot(q, second, sums.of[2 * row + 1]);
+    }
+  }
+}
+
+// (0 + 1) + (2 + 3) of the four threads' sums. With four sums at a time each thread ends with one.
+__device__ __forceinline__ void store_scores(const Sums &sums, const Shared &shared) {
+  const int lane = threadIdx.x % 4, token = threadIdx.x / 4;
+  if constexpr (ROWS == 1) {
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+      float sum = NYB_ADD(sums.of[i], __shfl_xor_sync(~0u, sums.of[i], 1));
+      sum = NYB_ADD(sum, __shfl_xor_sync(~0u, sum, 2));
+      if (lane == i) shared.scores[0][i * (TILE / 2) + token] = sum;
+    }
+  } else {
+    const bool odd = lane & 1, upper = lane & 2;
+#pragma unroll
+    for (int row = 0; row < ROWS; row += 2) {
+      const float *x = sums.of + 2 * row;
+      const float low = NYB_ADD(odd ? x[1] : x[0], __shfl_xor_sync(~0u, odd ? x[0] : x[1], 1));
+      const float high = NYB_ADD(odd ? x[3] : x[2], __shfl_xor_sync(~0u, odd ? x[2] : x[3], 1));
+      const float sum = NYB_ADD(upper ? high : low, __shfl_xor_sync(~0u, upper ? low : high, 2));
+      shared.scores[row + lane / 2][odd * (TILE / 2) + token] = sum;
+    }
+  }
+}
+
+// ---- Softmax --------------------------------------------------------------------------------------
+
+// Maximum and sum of the rows that the warp takes, row w, w + WARPS, ...; the same in every lane.
+struct Statistics {
+  float maximum[WARP_ROWS], sum[WARP_ROWS];
+};
+
+__device__ __forceinline__ float sum_of_lanes(float value) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2)
+    value = NYB_ADD(value, __shfl_xor_sync(~0u, value, distance));
+  return value;
+}
+
+__device__ __forceinline__ float maximum_of_lanes(float value) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2)
+    value = fmaxf(value, __shfl_xor_sync(~0u, value, distance));
+  return value;
+}
+
+// A score of -inf weighs 0, and a NaN weighs NaN.
+__device__ __forceinline__ float weight_of(float score, float maximum, bool visible) {
+  return visible ? expf(NYB_SUBTRACT(score, maximum == minus_infinity() ? 0.0f : maximum)) : 0.0f;
+}
+
+__device__ __forceinline__ void softmax(const nyb_attention_arguments &a, Statistics &statistics,
+                                        const Shared &shared, int first_token) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int i = 0; i < WARP_ROWS; i++) {
+    const int row = warp + i * WARPS;
+    if (row >= ROWS) break;
+    float *scores = shared.scores[row];
+    const int seen = shared.visible[row] - first_token;
+    const bool sees_first = lane < seen, sees_second = lane + TILE / 2 < seen;
+    const float first = sees_first ? nyb_round_number(a.round_to, scores[lane]) : minus_infinity();
+    const float second =
+        sees_second ? nyb_round_number(a.round_to, scores[lane + TILE / 2]) : minus_infinity();
+    const float before = statistics.maximum[i];
+    const float maximum = fmaxf(before, maximum_of_lanes(fmaxf(first, second)));
+    const float rescale = nyb_fold_weight(before, maximum);
+    const float p = weight_of(first, maximum, sees_first);
+    const float r = weight_of(second, maximum, sees_second);
+    scores[lane] = p;
+    scores[lane + TILE / 2] = r;
+    statistics.maximum[i] = maximum;
+    statistics.sum[i] = fmaf(statistics.sum[i], rescale, sum_of_lanes(NYB_ADD(p, r)));
+    if (lane == 0) shared.rescale[row] = rescale;
+  }
+}
+
+// ---- Values ---------------------------------------------------------------------------------------
+
+// Tokens in ascending order. MASKED: some row sees less than the whole tile; what it does not see is
+// not even multiplied by 0, since it may be no number.
+template <bool MASKED>
+__device__ __forceinline__ void add_values(float (&sums)[ROWS], const Shared &shared,
+                                           int first_token) {
+  const int column = threadIdx.x % COLUMN_THREADS, group = threadIdx.x / COLUMN_THREADS;
+  const float *values = reinterpret_cast<const float *>(shared.tile) + column;
+  constexpr int AT_ONCE = MASKED || ROWS > 4 ? 1 : 4;
+#pragma unroll AT_ONCE
+  for (int token = 4 * group; token < TILE; token += 4 * TOKEN_GROUPS) {
+    float v[4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) v[i] = values[(token + i) * TILE_PITCH * 4];
+#pragma unroll
+    for (int row = 0; row < ROWS; row++) {
+      const Quad p = *reinterpret_cast<const Quad *>(&shared.scores[row][token]);
+      const int seen = MASKED ? shared.visible[row] - first_token - token : 4;
+      sums[row] = seen > 0 ? fmaf(p.x, v[0], sums[row]) : sums[row];
+      sums[row] = seen > 1 ? fmaf(p.y, v[1], sums[row]) : sums[row];
+      sums[row] = seen > 2 ? fmaf(p.z, v[2], sums[row]) : sums[row];
+      sums[row] = seen > 3 ? fmaf(p.w, v[3], sums[row]) : sums[row];
+    }
+  }
+}
+
+__device__ __forceinline__ void add_slice(float (&sums)[ROWS], const Shared &shared,
+                                          int first_token) {
+#pragma unroll
+  for (int row = 0; row < ROWS; row++) sums[row] = NYB_MULTIPLY(sums[row], shared.rescale[row]);
+  if (threadIdx.x % COLUMN_THREADS >= ValueSlices::WIDTH) return;
+  if (shared.visible[0] < first_token + TILE) { // the first row sees least
+    add_values<true>(sums, shared, first_token);
+  } else {
+    add_values<false>(sums, shared, first_token);
+  }
+}
+
+// ---- One chunk of one unit ------------------------------------------------------------------------
+
+// Where a thread's sums for a slice stand in shared.outputs, those of the rows a pitch apart.
+__device__ __forceinline__ float *outputs_of(const Shared &shared, int slice) {
+  const int column = threadIdx.x % COLUMN_THREADS, group = threadIdx.x / COLUMN_THREADS;
+  return shared.outputs + group * ROWS * OUTPUT_PITCH + slice * ValueSlices::WIDTH + column;
+}
+
+__device__ __forceinline__ void load_sums(float (&sums)[ROWS], const Shared &shared, int slice) {
+  if (threadIdx.x % COLUMN_THREADS >= ValueSlices::WIDTH) return;
+#pragma unroll
+  for (int row = 0; row < ROWS; row++) sums[row] = outputs_of(shared, slice)[row * OUTPUT_PITCH];
+}
+
+__device__ __forceinline__ void store_sums(const float (&sums)[ROWS], const Shared &shared,
+                                           int slice) {
+  if (threadIdx.x % COLUMN_THREADS >= ValueSlices::WIDTH) return;
+#pragma unroll
+  for (int row = 0; row < ROWS; row++) outputs_of(shared, slice)[row * OUTPUT_PITCH] = sums[row];
+}
+
+// Leaves the sums in shared.outputs.
+__device__ __forceinline__ void attend_chunk(const nyb_attention_arguments &a, const Unit &unit,
+                                             int begin, const Shared &shared,
+                                             Statistics &statistics) {
+  const int end = unit.visible - begin < NYB_GENERAL_CHUNK_TOKENS ? unit.visible
+                                                                  : begin + NYB_GENERAL_CHUNK_TOKENS;
+  float sums[ROWS];
+#pragma unroll
+  for (int row = 0; row < ROWS; row++) sums[row] = 0.0f;
+#pragma unroll
+  for (int i = 0; i < WARP_ROWS; i++) {
+    statistics.maximum[i] = minus_infinity();
+    statistics.sum[i] = 0.0f;
+  }
+  if (!SUMS_IN_REGISTERS) {
+    __syncthreads(); // the chunk before has been read
+    for (int slice = 0; slice < ValueSlices::COUNT; slice++) store_sums(sums, shared, slice);
+  }
+  const Source keys = source_of(a.k, unit), values = source_of(a.v, unit);
+#pragma unroll 1
+  for (int first = begin; first < end; first += TILE) {
+    const int tokens = end - first < TILE ? end - first : TILE;
+    Sums scores;
+#pragma unroll
+    for (int i = 0; i < 2 * ROWS; i++) scores.of[i] = 0.0f;
+#pragma unroll 1
+    for (int slice = 0; slice < KeySlices::COUNT; slice++) {
+      __syncthreads(); // queries are there, and what stood in the tile has been read
+      unpack<Keys, KEY_DIM>(shared.tile, keys, slice, first, tokens);
+      __syncthreads();
+      add_scores(scores, shared, slice);
+    }
+    store_scores(scores, shared);
+    __syncthreads();
+    softmax(a, statistics, shared, first);
+#pragma unroll 1
+    for (int slice = 0; slice < ValueSlices::COUNT; slice++) {
+      if (slice > 0) __syncthreads();
+      unpack<Values, VALUE_DIM>(shared.tile, values, slice, first, tokens);
+      __syncthreads();
+      if (!SUMS_IN_REGISTERS) load_sums(sums, shared, slice);
+      add_slice(sums, shared, first);
+      if (!SUMS_IN_REGISTERS) store_sums(sums, shared, slice);
+    }
+  }
+  if (SUMS_IN_REGISTERS) {
+    __syncthreads();
+    store_sums(sums, shared, 0);
+  }
+}
+
+// Of a row of the chunk; the groups' sums in the order of the groups.
+__device__ __forceinline__ float output_of(const Shared &shared, int row, int element) {
+  const float *outputs = shared.outputs + row * OUTPUT_PITCH + ValueSlices::column_of(element);
+  float sum = outputs[0];
+#pragma unroll
+  for (int group = 1; group < TOKEN_GROUPS; group++)
+    sum = NYB_ADD(sum, outputs[group * ROWS * OUTPUT_PITCH]);
+  return sum;
+}
+
+// ---- Results --------------------------------------------------------------------------------------
+
+// A chunk's result to where the merge kernel finds it.
+__device__ __forceinline__ void leave_chunk(const nyb_attention_arguments &a, const Unit &unit,
+                                            int64_t chunk, const Shared &shared,
+                                            const Statistics &statistics) {
+  __syncthreads();
+#pragma unroll 1
+  for (int index = threadIdx.x; index < unit.rows * VALUE_DIM; index += THREADS) {
+    const int row = index / VALUE_DIM, element = index % VALUE_DIM;
+    a.memory[((unit.first_partial_row + row) * a.chunks + chunk) * VALUE_DIM + element] =
+        output_of(shared, row, element);
+  }
+#pragma unroll
+  for (int i = 0; i < WARP_ROWS; i++) {
+    const int row = static_cast<int>(threadIdx.x) / 32 + i * WARPS;
+    if (row < unit.rows && threadIdx.x % 32 == 0) {
+      float *to = a.statistics + ((unit.first_partial_row + row) * a.chunks + chunk) * 2;
+      to[0] = statistics.maximum[i];
+      to[1] = statistics.sum[i];
+    }
+  }
+}
+
+// Adds a chunk to what all before it have come to: the values in the block's slot of memory, maxima
+// and sums with the warps that take the rows.
+__device__ __forceinline__ void fold_statistics(const Shared &shared, int begin,
+                                                const Statistics &next, Statistics &folded) {
+#pragma unroll
+  for (int i = 0; i < WARP_ROWS; i++) {
+    const int row = static_cast<int>(threadIdx.x) / 32 + i * WARPS;
+    if (row >= ROWS) break;
+    nyb_fold fold = {next.maximum[i], 0.0f, 1.0f};
+    if (begin == 0) {
+      folded.sum[i] = next.sum[i];
+    } else if (begin >= shared.visible[row]) { // sees nothing of it
+      fold = {folded.maximum[i], 1.0f, 0.0f};
+    } else {
+      fold = nyb_fold_of(folded.maximum[i], next.maximum[i]);
+      folded.sum[i] = nyb_fold_values(folded.sum[i], fold.keep, next.sum[i], fold.add);
+    }
+    folded.maximum[i] = fold.maximum;
+    if (threadIdx.x % 32 == 0) {
+      shared.keep[row] = fold.keep;
+      shared.add[row] = fold.add;
+      shared.sum[row] = folded.sum[i];
+    }
+  }
+}
+
+__device__ __forceinline__ void fold_values(const nyb_attention_arguments &a, const Unit &unit,
+                                            const Shared &shared, int begin, bool last) {
+  float *slot = a.memory + static_cast<int64_t>(blockIdx.x) * ROWS * VALUE_DIM;
+#pragma unroll 1
+  for (int index = threadIdx.x; index < unit.rows * VALUE_DIM; index += THREADS) {
+    const int row = index / VALUE_DIM, element = index % VALUE_DIM;
+    float value;
+    if (begin == 0) {
+      value = output_of(shared, row, element);
+    } else {
+      value = slot[index];
+      if (begin < shared.visible[row]) {
+        value = nyb_fold_values(value, shared.keep[row], output_of(shared, row, element),
+                                shared.add[row]);
+      }
+    }
+    if (!last) {
+      slot[index] = value;
+    } else {
+      nyb_store_element(a.out + shared.out_offset[row], a.out_dtype, element,
+                        shared.visible[row] == 0 ? 0.0f : NYB_DIVIDE(value, shared.sum[row]));
+    }
+  }
+}
+
+__device__ __forceinline__ void store_lse(const nyb_attention_arguments &a, const Unit &unit,
+                                          const Shared &shared, const Statistics &folded) {
+  if (a.lse == nullptr || threadIdx.x % 32 != 0) return;
+#pragma unroll
+  for (int i = 0; i < WARP_ROWS; i++) {
+    const int row = static_cast<int>(threadIdx.x) / 32 + i * WARPS;
+    if (row >= unit.rows) break;
+    *reinterpret_cast<float *>(a.lse + shared.lse_offset[row]) =
+        shared.visible[row] == 0 ? minus_infinity()
+                                 : NYB_ADD(folded.maximum[i], logf(folded.sum[i]));
+  }
+}
+
+// ---- The kernel -----------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 16 ? 3 : 4)
+    attention_general(const __grid_constant__ nyb_attention_arguments a) {
+  extern __shared__ __attribute__((aligned(16))) char memory[];
+  const Shared shared = shared_at(memory);
+  const int64_t block = blockIdx.x;
+  const int64_t only_chunk = a.split ? block % a.chunks : -1;
+  const int64_t units = a.split ? block / a.chunks + 1 : a.batch * a.kv_heads * blocks_of_rows(a);
+#pragma unroll 1
+  for (int64_t index = a.split ? block / a.chunks : block; index < units; index += gridDim.x) {
+    const Unit unit = unit_at(a, index);
+    const int chunks =
+        static_cast<int>((static_cast<int64_t>(unit.visible) + NYB_GENERAL_CHUNK_TOKENS - 1) /
+                         NYB_GENERAL_CHUNK_TOKENS);
+    if (a.split && only_chunk >= chunks) break;
+    __syncthreads(); // the unit before has been finished
+    place_rows(a, unit, shared);
+    __syncthreads();
+    load_queries(a, unit, shared);
+    Statistics statistics, folded;
+    const int first = a.split ? static_cast<int>(only_chunk) : 0;
+    // Of whole units, one that sees nothing goes through once, over no token.
+    const int end = a.split ? first + 1 : chunks > 0 ? chunks : 1;
+#pragma unroll 1
+    for (int chunk = first; chunk < end; chunk++) {
+      const int begin = chunk * NYB_GENERAL_CHUNK_TOKENS;
+      attend_chunk(a, unit, begin, shared, statistics);
+      if (a.split) {
+        leave_chunk(a, unit, chunk, shared, statistics);
+        continue;
+      }
+      fold_statistics(shared, begin, statistics, folded);
+      __syncthreads();
+      fold_values(a, unit, shared, begin, chunk + 1 == end);
+    }
+    if (!a.split) store_lse(a, unit, shared, folded);
+  }
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
