@@ -36,8 +36,8 @@ check: ## The quick tests: release build only
 	@scripts/install-deps.sh test
 	@scripts/run_tests.py release --jobs $(JOBS)
 
-TEST_STAMPS := $(VENV)/.test $(if $(filter 1,$(TORCH)),$(VENV)/.torch)
-test: ## All tests: release, sanitizers, NEON under qemu, fuzzers, verify, Python
+TEST_STAMPS := $(VENV)/.test $(VENV)/.cuda $(if $(filter 1,$(TORCH)),$(VENV)/.torch)
+test: ## All tests: release, sanitizers, NEON under qemu, fuzzers, verify, CUDA kernels, Python
 	@scripts/install-deps.sh test
 	@$(MAKE) --no-print-directory $(TEST_STAMPS)
 	@scripts/run_tests.py $(SUITES) --jobs $(JOBS) --fuzz-seconds $(FUZZ_SECONDS) \

@@ -43,6 +43,11 @@ if(NYBBLE_BUILD_TESTS)
     endif()
   endforeach()
 
+  # Compiles the shipped matrix of CUDA kernels; it takes minutes, so that scripts/run_tests.py runs
+  # it once, and ctest does not.
+  add_executable(cuda_matrix tests/cuda_matrix.c)
+  target_link_libraries(cuda_matrix PRIVATE nybble_checks)
+
   # The same tests over the reader for systems and file systems without mmap.
   nybble_add_cmocka_test(test_safetensors_unmapped tests/test_safetensors.c src/io_safetensors.c)
   target_compile_definitions(test_safetensors_unmapped PRIVATE NYB_NO_MMAP)

@@ -6,8 +6,9 @@
     scripts/run_tests.py release asan    two of them
 
 The suites: release, asan, tsan, neon and fuzz (each builds its CMake preset and runs its tests),
-verify (`nybble verify` for each instruction set that runs here) and python. Their full output goes
-to build/test-logs; of what failed it is shown here too. What could not run is shown as skipped,
+verify (`nybble verify` for each instruction set that runs here), cuda (compiles every CUDA kernel
+of the shipped matrix, without a GPU) and python. Their full output goes to build/test-logs; of what
+failed it is shown here too. What could not run is shown as skipped,
 with its reason. The exit code is 1 where a test failed, a suite ran no test, or an instruction set
 named in --require-isas did not run. Uses Python's own library only.
 """
@@ -281,6 +282,31 @@ def run_verify(suite: Suite, options: Options) -> None:
         print(f"  {isa}: {last_line(output)} in {time.monotonic() - start:.0f} s")
 
 
+# ---- CUDA kernels -------------------------------------------------------------------------------
+
+
+def nvrtc_of(python: str) -> str:
+    """The NVRTC that pip installed for that Python; "" where there is none."""
+    ask = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    result = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=False)
+    found = sorted(Path(result.stdout.strip() or "/nowhere").glob("nvidia/*/lib/libnvrtc.so.*"))
+    return str(found[-1]) if found else ""
+
+
+def run_cuda(suite: Suite, options: Options) -> None:
+    build(suite, options, "release")
+    nvrtc = os.environ.get("NYBBLE_NVRTC") or nvrtc_of(options.python)
+    command = ["build/cuda_matrix", str(options.jobs)]
+    code, output = suite.run(command, NYBBLE_NVRTC=nvrtc)
+    if code == 77:
+        suite.skip("all", last_line(output))
+        return
+    count_program(suite, " ".join(command), code == 0, output)
+    for line in output.splitlines():
+        if line.startswith(("NVRTC", "the slowest")):
+            print(f"  {line}")
+
+
 # ---- Python -------------------------------------------------------------------------------------
 
 
@@ -320,6 +346,7 @@ SUITES: dict[str, Callable[[Suite, Options], None]] = {
     "neon": run_neon,
     "fuzz": run_fuzz,
     "verify": run_verify,
+    "cuda": run_cuda,
     "python": run_python,
 }
 
