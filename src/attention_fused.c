@@ -222,9 +222,32 @@ static nyb_tile_tokens tile_of(const nyb_stored *stored, int64_t dim, const unit
   return tile;
 }
 
+/* Scales and biases are few lines, which are asked for here; codes are left to the kernel. */
+static nyb_ahead ahead_of(const nyb_stored *stored, int64_t dim, const unit *u, int64_t first,
+                          int64_t end) {
+  nyb_ahead ahead = {0};
+  if (first >= end) return ahead;
+  const int64_t tokens = end - first < NYB_TILE_TOKENS ? end - first : NYB_TILE_TOKENS;
+  const nyb_tile_tokens tile = tile_of(stored, dim, u, first, tokens);
+  ahead.first = tile.codes;
+  ahead.stride_bytes = tile.codes_stride_bytes;
+  ahead.rows = tokens;
+  if (stored->format.scheme == NYB_PLAIN) {
+    ahead.row_bytes = dim * (int64_t)nyb_dtype_bytes(stored->format.dtype);
+    return ahead;
+  }
+  ahead.row_bytes = dim * stored->format.bits / 8;
+  const int64_t stride = tile.scales_stride_bytes, step = stride > 64 ? stride : 64;
+  for (int64_t byte = 0; byte < tokens * stride; byte += step) {
+    __builtin_prefetch(tile.scales + byte);
+    __builtin_prefetch(tile.biases + byte);
+  }
+  return ahead;
+}
+
 /* Rows that see the same number of the tile's tokens are summed together; the others' later tokens
  * are not read for them, whatever stands there. */
-static void add_values(const fused_run *run, const unit *u, int64_t first,
+static void add_values(const fused_run *run, const unit *u, int64_t first, nyb_ahead ahead,
                        const worker_memory *memory) {
   const nyb_attention *a = run->call->attention;
   for (int64_t row = 0, next; row < u->rows; row = next) {
@@ -235,9 +258,11 @@ static void add_values(const fused_run *run, const unit *u, int64_t first,
                                  .rows = next - row,
                                  .precise = run->precise,
                                  .v = tile_of(&a->v, a->value_dim, u, first, visible),
+                                 .ahead = ahead,
                                  .out = memory->chunk.values + row * nyb_padded_dim(a->value_dim),
                                  .scratch = memory->scratch};
     run->values(&tile);
+    ahead.rows = 0;
   }
 }
 
@@ -260,6 +285,8 @@ static void attend_chunk(const fused_run *run, const unit *u, int64_t chunk,
   const int64_t padded = nyb_padded_dim(a->value_dim);
   const int64_t begin = chunk * NYB_CHUNK_TOKENS;
   const int64_t end = begin + NYB_CHUNK_TOKENS < u->visible ? begin + NYB_CHUNK_TOKENS : u->visible;
+  /* A whole unit's next chunk follows; of a split one, another worker may have taken it. */
+  const int64_t next_end = run->split ? end : u->visible;
   clear_state(&memory->chunk, u->rows, padded);
   for (int64_t first = begin; first < end; first += NYB_TILE_TOKENS) {
     const int64_t tokens = end - first < NYB_TILE_TOKENS ? end - first : NYB_TILE_TOKENS;
@@ -267,6 +294,7 @@ static void attend_chunk(const fused_run *run, const unit *u, int64_t chunk,
                                    .rows = u->rows,
                                    .precise = run->precise,
                                    .k = tile_of(&a->k, a->key_dim, u, first, tokens),
+                                   .ahead = ahead_of(&a->v, a->value_dim, u, first, end),
                                    .scores = memory->scores,
                                    .scratch = memory->scratch};
     run->scores(&scores);
@@ -288,7 +316,8 @@ static void attend_chunk(const fused_run *run, const unit *u, int64_t chunk,
         }
       }
     }
-    add_values(run, u, first, memory);
+    const int64_t next = first + NYB_TILE_TOKENS;
+    add_values(run, u, first, ahead_of(&a->k, a->key_dim, u, next, next_end), memory);
   }
 }
 

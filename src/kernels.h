@@ -94,6 +94,14 @@ typedef struct nyb_tile_tokens {
   int64_t tokens; /* 1 .. NYB_TILE_TOKENS */
 } nyb_tile_tokens;
 
+/* Rows of codes that the caller will need next, for a kernel to fetch into the caches meanwhile. It
+ * never reads them. */
+typedef struct nyb_ahead {
+  const char *first;
+  int64_t stride_bytes, row_bytes;
+  int64_t rows; /* 0: none */
+} nyb_ahead;
+
 /* Brings query rows into the order and number type in which `scores` of the same format and ISA
  * wants them. */
 typedef struct nyb_query_block {
@@ -118,6 +126,7 @@ typedef struct nyb_score_tile {
   int64_t rows;
   bool precise; /* as prepared */
   nyb_tile_tokens k;
+  nyb_ahead ahead;
   float *scores;
   void *scratch; /* NYB_TILE_SCRATCH_BYTES */
 } nyb_score_tile;
@@ -147,6 +156,7 @@ typedef struct nyb_value_tile {
   bool precise; /* affine: multiply by weights as floats; else by weights of 16 bits, a scale each
                    row, tile and group */
   nyb_tile_tokens v;
+  nyb_ahead ahead;
   float *out; /* [rows][nyb_padded_dim(v.dim)] */
   void *scratch;
 } nyb_value_tile;

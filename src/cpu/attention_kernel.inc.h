@@ -127,6 +127,7 @@ static void gather_groups(const char *first, int64_t stride_bytes, int64_t group
   }
 }
 
+#include "attention_ahead.inc.h"
 #include "attention_scores.inc.h"
 #include "attention_softmax.inc.h"
 #include "attention_values.inc.h"

@@ -185,7 +185,8 @@ ALWAYS_INLINE void transpose_group(const nyb_tile_tokens *k, int64_t group, int 
  * or adds it to them. */
 ALWAYS_INLINE void dot_block(int rows, int vectors, const int32_t *q, int64_t q_stride,
                              const int32_t *pairs, int64_t pair_count, const int32_t *starts,
-                             const float *steps, bool add, vf dots[DOT_ROWS][DOT_VECTORS]) {
+                             const float *steps, bool add, ahead_run ahead,
+                             vf dots[DOT_ROWS][DOT_VECTORS]) {
   vi sums[DOT_ROWS][DOT_VECTORS];
   UNROLL
   for (int r = 0; r < rows; r++) {
@@ -196,6 +197,7 @@ ALWAYS_INLINE void dot_block(int rows, int vectors, const int32_t *q, int64_t q_
     vi k[DOT_VECTORS];
     UNROLL
     for (int v = 0; v < vectors; v++) k[v] = vi_load(pairs + v * PAIRS_STRIDE);
+    touch(&ahead);
     UNROLL
     for (int r = 0; r < rows; r++) {
       const vi both = vi_set1(q[r * q_stride]);
@@ -218,6 +220,7 @@ typedef struct group_of_keys {
   const int32_t *pairs;
   int64_t pair_count, group, groups;
   const float *scales, *middles; /* [token]; middle: the value of the middle code */
+  ahead_cursor *ahead;
 } group_of_keys;
 
 /* score += scale * (step * dot of q and code - middle code) + middle * sum(q). The distance from
@@ -239,7 +242,7 @@ ALWAYS_INLINE void score_block(const nyb_score_tile *tile, const group_of_keys *
   const int64_t first = keys->group * keys->pair_count;
   const int32_t *pairs = keys->pairs + token / VECTOR_LANES * PAIRS_STRIDE;
   dot_block(rows, vectors, q[0].pairs + first, stride, pairs, keys->pair_count, starts, steps,
-            false, dots);
+            false, take_ahead(keys->ahead, keys->pair_count), dots);
   if (tile->precise) {
     UNROLL
     for (int r = 0; r < rows; r++) {
@@ -247,7 +250,7 @@ ALWAYS_INLINE void score_block(const nyb_score_tile *tile, const group_of_keys *
       starts[r] = q[r].low_start[keys->group];
     }
     dot_block(rows, vectors, q[0].low_pairs + first, stride, pairs, keys->pair_count, starts, steps,
-              true, dots);
+              true, take_ahead(keys->ahead, keys->pair_count), dots);
   }
   UNROLL
   for (int r = 0; r < rows; r++) {
@@ -305,12 +308,23 @@ static __attribute__((noinline)) void score_group(const nyb_score_tile *tile,
   }
 }
 
+/* How often dot_block goes through its loop. */
+ALWAYS_INLINE int64_t score_steps(const nyb_score_tile *tile, int64_t padded_tokens) {
+  const int64_t blocks_of_rows = (tile->rows + DOT_ROWS - 1) / DOT_ROWS;
+  const int64_t block_tokens = DOT_VECTORS * VECTOR_LANES;
+  const int64_t blocks = blocks_of_rows * ((padded_tokens + block_tokens - 1) / block_tokens);
+  return tile->k.dim / 2 * (tile->precise ? 2 : 1) * blocks;
+}
+
 ALWAYS_INLINE void scores_affine(const nyb_score_tile *tile, int bits) {
   score_scratch *scratch = tile->scratch;
   const nyb_tile_tokens *k = &tile->k;
   const int64_t padded_tokens = (k->tokens + VECTOR_LANES - 1) / VECTOR_LANES * VECTOR_LANES;
-  group_of_keys keys = {
-      .pairs = scratch->pairs, .pair_count = k->group_size / 2, .groups = k->dim / k->group_size};
+  ahead_cursor ahead = start_ahead(&tile->ahead, score_steps(tile, padded_tokens), scratch);
+  group_of_keys keys = {.pairs = scratch->pairs,
+                        .pair_count = k->group_size / 2,
+                        .groups = k->dim / k->group_size,
+                        .ahead = &ahead};
   for (keys.group = 0; keys.group < keys.groups; keys.group++) {
     transpose_group(k, keys.group, bits, padded_tokens, scratch->pairs, scratch->bytes);
     const int64_t in_span = keys.group % MAX_SPAN;

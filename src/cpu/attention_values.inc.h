@@ -267,6 +267,7 @@ typedef struct word_column {
   const char *words; /* of the first token */
   int64_t stride_bytes;
   int64_t tokens;
+  ahead_cursor *ahead;
 } word_column;
 
 /* A strip is WORDS_STRIP code vectors of one word vector, or the fewer that a group has of it. They
@@ -306,6 +307,8 @@ ALWAYS_INLINE void dot_words(int rows, const word_column *column, STRIP_ARGUMENT
   const int64_t with_partner = tokens > PAIRS ? tokens - PAIRS : 0;
   const char *words = column->words;
   int64_t partner_bytes = PAIRS * stride;
+  ahead_run ahead = {.line = (const char *)weights};
+  if (decoded == NULL) ahead = take_ahead(column->ahead, PAIRS);
   int64_t pair = 0, end = with_partner;
   for (int part = 0; part < 2; part++) {
     for (; pair < end; pair++) {
@@ -318,6 +321,7 @@ ALWAYS_INLINE void dot_words(int rows, const word_column *column, STRIP_ARGUMENT
       } else {
         cut_strip(words, partner_bytes, bits, split, first, count, codes);
         words += stride;
+        touch(&ahead);
       }
       UNROLL
       for (int r = 0; r < rows; r++) {
@@ -342,7 +346,9 @@ ALWAYS_INLINE void dot_words(int rows, const word_column *column, STRIP_ARGUMENT
 ALWAYS_INLINE void decode_strip(const word_column *column, STRIP_ARGUMENTS, int32_t *to) {
   const int64_t pairs = column->tokens < PAIRS ? column->tokens : PAIRS;
   const char *words = column->words;
+  ahead_run ahead = take_ahead(column->ahead, PAIRS);
   for (int64_t pair = 0; pair < pairs; pair++, words += column->stride_bytes) {
+    touch(&ahead);
     wi codes[WORDS_STRIP];
     const bool alone = pair + PAIRS >= column->tokens;
     cut_strip(words, alone ? 0 : PAIRS * column->stride_bytes, bits, split, first, count, codes);
@@ -443,11 +449,13 @@ DEFINE_DOT_GROUPS(8)
 
 /* The words of `groups` groups from `group` on: as stored, or laid out in scratch. */
 ALWAYS_INLINE word_column column_of(const nyb_tile_tokens *v, int bits, word_layout layout,
-                                    int64_t group, int64_t groups, word_scratch *scratch) {
+                                    int64_t group, int64_t groups, ahead_cursor *ahead,
+                                    word_scratch *scratch) {
   const int64_t element = group * v->group_size, count = groups * v->group_size;
   word_column column = {.words = v->codes + element * bits / 8,
                         .stride_bytes = v->codes_stride_bytes,
-                        .tokens = v->tokens};
+                        .tokens = v->tokens,
+                        .ahead = ahead};
   if (layout.bits == bits && (!layout.split || groups == MAX_SPAN)) return column;
   if (layout.bits != bits) {
     unpack_codes(column.words, column.stride_bytes, v->tokens, count, bits, scratch->bytes);
@@ -471,6 +479,8 @@ ALWAYS_INLINE void values_affine(const nyb_value_tile *tile, int bits) {
   const nyb_tile_tokens *v = &tile->v;
   const word_layout layout = layout_of(bits, v->group_size);
   const float middle = (float)((1 << bits) - 1) / 2;
+  const int64_t strips = (v->dim + WORDS_STRIP * WORD_LANES - 1) / (WORDS_STRIP * WORD_LANES);
+  ahead_cursor ahead = start_ahead(&tile->ahead, strips * PAIRS, scratch);
   for (int64_t group = 0; group < v->dim / v->group_size; group += MAX_SPAN) {
     const int64_t span = gather_span(v, group, scratch->scales, scratch->biases);
     for (int64_t i = 0; i < span; i++) {
@@ -478,7 +488,7 @@ ALWAYS_INLINE void values_affine(const nyb_value_tile *tile, int bits) {
     }
     const int64_t step = layout.split ? span : 1;
     for (int64_t i = 0; i < span; i += step) {
-      const word_column column = column_of(v, bits, layout, group + i, step, scratch);
+      const word_column column = column_of(v, bits, layout, group + i, step, &ahead, scratch);
       float *out = tile->out + (group + i) * v->group_size;
       if (bits == 4 && layout.bits == 4) {
         dot_groups_4(tile, column, step, scratch->weights + i, scratch->decoded, out);
