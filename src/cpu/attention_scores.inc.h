@@ -348,7 +348,7 @@ ALWAYS_INLINE void scores_affine(const nyb_score_tile *tile, int bits) {
 
 /* Elements in the lanes: each key vector is loaded once for up to four rows. */
 ALWAYS_INLINE void score_plain_rows(const nyb_score_tile *tile, int rows, int64_t first_row,
-                                    nyb_dtype dtype) {
+                                    ahead_cursor *cursor, nyb_dtype dtype) {
   const nyb_tile_tokens *k = &tile->k;
   const float *q[DOT_ROWS];
   UNROLL
@@ -358,12 +358,14 @@ ALWAYS_INLINE void score_plain_rows(const nyb_score_tile *tile, int rows, int64_
   }
   const int64_t whole = k->dim / VECTOR_LANES * VECTOR_LANES;
   for (int64_t t = 0; t < k->tokens; t++) {
+    ahead_run ahead = take_ahead(cursor, k->dim / (2 * VECTOR_LANES));
     const char *key = k->codes + t * k->codes_stride_bytes;
     vf even[DOT_ROWS], odd[DOT_ROWS]; /* two chains a row hide the FMA's latency */
     UNROLL
     for (int r = 0; r < rows; r++) even[r] = odd[r] = vf_zero();
     int64_t d = 0;
     for (; d + 2 * VECTOR_LANES <= whole; d += 2 * VECTOR_LANES) {
+      touch(&ahead);
       const vf first = load_plain(key, d, dtype), second = load_plain(key, d + VECTOR_LANES, dtype);
       UNROLL
       for (int r = 0; r < rows; r++) {
@@ -385,12 +387,15 @@ ALWAYS_INLINE void score_plain_rows(const nyb_score_tile *tile, int rows, int64_
 }
 
 ALWAYS_INLINE void scores_plain(const nyb_score_tile *tile, nyb_dtype dtype) {
+  /* A step takes two vectors of a token; a row may be shorter than that. */
+  const int64_t steps = (tile->k.dim + 2 * VECTOR_LANES - 1) / (2 * VECTOR_LANES) * tile->k.tokens;
+  ahead_cursor ahead = start_ahead(&tile->ahead, steps, tile->prepared);
   int64_t row = 0;
-  for (; row + 4 <= tile->rows; row += 4) score_plain_rows(tile, 4, row, dtype);
+  for (; row + 4 <= tile->rows; row += 4) score_plain_rows(tile, 4, row, &ahead, dtype);
   switch (tile->rows - row) {
-    case 3: score_plain_rows(tile, 3, row, dtype); break;
-    case 2: score_plain_rows(tile, 2, row, dtype); break;
-    case 1: score_plain_rows(tile, 1, row, dtype); break;
+    case 3: score_plain_rows(tile, 3, row, &ahead, dtype); break;
+    case 2: score_plain_rows(tile, 2, row, &ahead, dtype); break;
+    case 1: score_plain_rows(tile, 1, row, &ahead, dtype); break;
     default: break;
   }
 }

@@ -19,6 +19,7 @@ typedef struct value_strip {
   int64_t element; /* first column */
   int64_t dim;
   int64_t tokens;
+  ahead_cursor *ahead; /* NULL: nothing to fetch meanwhile */
 } value_strip;
 
 enum { SOURCE_PLAIN = 0, SOURCE_DECODED = -1 };
@@ -44,7 +45,10 @@ ALWAYS_INLINE void sum_block(int rows, int vectors, const value_strip *strip, in
     UNROLL
     for (int v = 0; v < vectors; v++) sums[r][v] = vf_load(out + r * out_stride + v * VECTOR_LANES);
   }
+  ahead_run ahead = {.line = (const char *)weights};
+  if (strip->ahead != NULL) ahead = take_ahead(strip->ahead, strip->tokens);
   for (int64_t t = 0; t < strip->tokens; t++) {
+    touch(&ahead);
     vf value[MAX_SUM_VECTORS];
     UNROLL
     for (int v = 0; v < vectors; v++) value[v] = load_value(strip, t, v, bits, dtype);
@@ -74,12 +78,15 @@ ALWAYS_INLINE void sum_strip(const nyb_value_tile *tile, value_strip strip, int 
   const bool decode = tile->rows > MAX_SUM_ROWS;
   if (decode) {
     float *to = scratch->decoded;
+    ahead_run ahead = take_ahead(strip.ahead, strip.tokens);
     for (int64_t t = 0; t < strip.tokens; t++) {
+      touch(&ahead);
       UNROLL
       for (int v = 0; v < SUM_VECTORS; v++, to += VECTOR_LANES) {
         vf_store(to, load_value(&strip, t, v, bits, dtype));
       }
     }
+    strip.ahead = NULL;
     strip.rows = (const char *)scratch->decoded;
     strip.stride_bytes = SUM_VECTORS * VECTOR_LANES * (int64_t)sizeof(float);
   }
@@ -102,6 +109,13 @@ ALWAYS_INLINE void sum_strip(const nyb_value_tile *tile, value_strip strip, int 
     default: break;
   }
 #undef NYB_SUM_ROWS
+}
+
+/* For all strips of a tile, with a step for each token of each strip. */
+ALWAYS_INLINE ahead_cursor start_ahead_of_strips(const nyb_value_tile *tile) {
+  const int64_t strip_columns = SUM_VECTORS * VECTOR_LANES;
+  const int64_t strips = (tile->v.dim + strip_columns - 1) / strip_columns;
+  return start_ahead(&tile->ahead, strips * tile->v.tokens, tile->weights);
 }
 
 /* Returns how many groups were there to gather. */
@@ -133,8 +147,12 @@ ALWAYS_INLINE void weigh_group(const nyb_value_tile *tile, const float *scales, 
 ALWAYS_INLINE void values_affine_precise(const nyb_value_tile *tile, int bits) {
   value_scratch *scratch = tile->scratch;
   const nyb_tile_tokens *v = &tile->v;
-  value_strip strip = {
-      .rows = v->codes, .stride_bytes = v->codes_stride_bytes, .dim = v->dim, .tokens = v->tokens};
+  ahead_cursor ahead = start_ahead_of_strips(tile);
+  value_strip strip = {.rows = v->codes,
+                       .stride_bytes = v->codes_stride_bytes,
+                       .dim = v->dim,
+                       .tokens = v->tokens,
+                       .ahead = &ahead};
   for (int64_t group = 0; group < v->dim / v->group_size; group++) {
     const int64_t in_span = group % MAX_SPAN;
     if (in_span == 0) gather_span(v, group, scratch->scales, scratch->biases);
@@ -499,11 +517,11 @@ ALWAYS_INLINE void values_affine(const nyb_value_tile *tile, int bits) {
   }
 }
 
-/* The element, counted from its group's first, whose sum stands in this column of the group. */
-ALWAYS_INLINE int64_t element_of_column(int64_t column, int bits, word_layout layout) {
+/* The element, counted from its group's first, whose sum stands in this lane of this vector of the
+ * group. */
+ALWAYS_INLINE int64_t element_of_lane(int64_t vector, int lane, int bits, word_layout layout) {
   const int fields = 16 / layout.bits;
-  const int64_t vector = column / WORD_LANES;
-  const int lane = (int)(column % WORD_LANES), field = (int)(vector % fields);
+  const int64_t field = vector % fields;
   const int64_t half = layout.split ? lane
                                     : vector / (2 * fields) * 2 * WORD_LANES +
                                           interleaved_half(vector / fields % 2 == 1, lane);
@@ -511,17 +529,35 @@ ALWAYS_INLINE int64_t element_of_column(int64_t column, int bits, word_layout la
   return layout.bits == bits ? code : unpacked_element(code);
 }
 
+/* The layout is a constant, so that an element's place is one addition. */
+ALWAYS_INLINE void reorder_groups(const nyb_value_columns *columns, int bits, word_layout layout) {
+  for (int64_t group = 0; group < columns->dim; group += columns->group_size) {
+    const float *from = columns->from + group;
+    for (int64_t vector = 0; vector < columns->group_size / WORD_LANES; vector++) {
+      UNROLL
+      for (int lane = 0; lane < WORD_LANES; lane++) {
+        columns->to[group + element_of_lane(vector, lane, bits, layout)] = *from++;
+      }
+    }
+  }
+}
+
 ALWAYS_INLINE void columns_affine(const nyb_value_columns *columns, int bits) {
   if (columns->precise) {
     memcpy(columns->to, columns->from, (size_t)columns->dim * sizeof(float));
     return;
   }
-  const int64_t group_size = columns->group_size;
-  const word_layout layout = layout_of(bits, group_size);
-  for (int64_t group = 0; group < columns->dim; group += group_size) {
-    for (int64_t i = 0; i < group_size; i++) {
-      columns->to[group + element_of_column(i, bits, layout)] = columns->from[group + i];
+  const word_layout layout = layout_of(bits, columns->group_size);
+  if (bits == 4 && layout.bits == 4) {
+    if (layout.split) {
+      reorder_groups(columns, bits, (word_layout){.bits = 4, .split = true});
+    } else {
+      reorder_groups(columns, bits, (word_layout){.bits = 4, .split = false});
     }
+  } else if (layout.split) {
+    reorder_groups(columns, bits, (word_layout){.bits = 8, .split = true});
+  } else {
+    reorder_groups(columns, bits, (word_layout){.bits = 8, .split = false});
   }
 }
 
@@ -535,8 +571,12 @@ ALWAYS_INLINE void values_plain(const nyb_value_tile *tile, nyb_dtype dtype) {
   value_scratch *scratch = tile->scratch;
   const nyb_tile_tokens *v = &tile->v;
   const int64_t strip_columns = SUM_VECTORS * VECTOR_LANES;
-  value_strip strip = {
-      .rows = v->codes, .stride_bytes = v->codes_stride_bytes, .dim = v->dim, .tokens = v->tokens};
+  ahead_cursor ahead = start_ahead_of_strips(tile);
+  value_strip strip = {.rows = v->codes,
+                       .stride_bytes = v->codes_stride_bytes,
+                       .dim = v->dim,
+                       .tokens = v->tokens,
+                       .ahead = &ahead};
   for (int64_t row = 0; row < tile->rows; row++) scratch->bias_sums[row] = 0;
   for (; strip.element + strip_columns <= v->dim; strip.element += strip_columns) {
     sum_strip(tile, strip, SOURCE_PLAIN, dtype, tile->weights, scratch);
