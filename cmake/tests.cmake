@@ -52,6 +52,13 @@ if(NYBBLE_BUILD_TESTS)
   nybble_add_cmocka_test(test_safetensors_unmapped tests/test_safetensors.c src/io_safetensors.c)
   target_compile_definitions(test_safetensors_unmapped PRIVATE NYB_NO_MMAP)
 
+  # The same tests in a library without a pool of threads.
+  nybble_add_cmocka_test(test_context_unpooled tests/test_context.c src/threads.c)
+  target_compile_definitions(test_context_unpooled PRIVATE NYB_TEST_UNPOOLED)
+  if(NOT NYBBLE_HAVE_PTHREADPOOL)
+    target_compile_definitions(test_context PRIVATE NYB_TEST_UNPOOLED)
+  endif()
+
   # What is installed, for the build that people install.
   if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND NOT CMAKE_CROSSCOMPILING AND NOT NYBBLE_SANITIZE)
     nybble_add_test(test_symbols sh ${PROJECT_SOURCE_DIR}/tests/install/test_symbols.sh

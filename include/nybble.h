@@ -179,6 +179,7 @@ typedef void (*nyb_task)(void *task_data, int64_t task_index);
 typedef void (*nyb_parallel_for)(void *user_data, int64_t task_count, nyb_task task,
                                  void *task_data);
 
+/* Both functions may be called from several threads at once. */
 typedef struct nyb_allocator {
   /* Memory of at least `bytes` bytes aligned to `alignment` (a power of two), or NULL. */
   void *(*allocate)(void *user_data, size_t bytes, size_t alignment);
@@ -189,12 +190,12 @@ typedef struct nyb_allocator {
 typedef struct nyb_context_options {
   size_t struct_size;
   nyb_isa isa;
-  /* How many tasks may run at once. 0: as many as this process has
-   * processors, or NYBBLE_THREADS; 1: the calling thread only. The result does not depend on it by
-   * a single bit. */
+  /* How many tasks may run at once. 0: as many as this process has processors, or NYBBLE_THREADS;
+   * 1: the calling thread only. The result does not depend on it by a single bit. */
   int64_t threads;
   /* The caller's own parallel-for; NULL takes a built-in pool of `threads` threads, which serves
-   * one call at a time (a second thread's call waits its turn). Tasks never call back into nybble.
+   * one call at a time (a second thread's call waits its turn); a library built without pthreadpool
+   * has none, and takes 1 for `threads` then. Tasks never call back into nybble.
    * Contexts are cheap: one per worker, with threads = 1, suits an engine that is parallel itself.
    */
   nyb_parallel_for parallel_for;
@@ -221,7 +222,7 @@ NYB_API void nyb_context_destroy(nyb_context *context);
 
 NYB_API nyb_isa nyb_context_isa(const nyb_context *context); /* NYB_ISA_CUDA on CUDA */
 NYB_API nyb_backend nyb_context_backend(const nyb_context *context);
-NYB_API int64_t nyb_context_threads(const nyb_context *context);
+NYB_API int64_t nyb_context_threads(const nyb_context *context); /* that it does use */
 
 /* ---- Formats of stored rows --------------------------------------------------------------- */
 
@@ -342,13 +343,13 @@ typedef enum nyb_rounding {
  * into the result. */
 typedef struct nyb_attention {
   size_t struct_size;
-  int64_t batch;           /* >= 1 */
-  int64_t query_heads;     /* a multiple of kv_heads */
-  int64_t kv_heads;        /* >= 1 */
-  int64_t query_len;       /* query rows per sequence, >= 1 */
-  int64_t key_dim;         /* length of a row of q and k */
-  int64_t value_dim;       /* length of a row of v and out */
-  int64_t capacity_tokens; /* tokens that k and v have room for; bounds lengths */
+  int64_t batch;           /* 1 to 2^30 */
+  int64_t query_heads;     /* a multiple of kv_heads, up to 2^20 */
+  int64_t kv_heads;        /* 1 to 2^20 */
+  int64_t query_len;       /* query rows per sequence, 1 to 2^31 - 1 */
+  int64_t key_dim;         /* length of a row of q and k, 1 to 65,536 */
+  int64_t value_dim;       /* length of a row of v and out, 1 to 65,536 */
+  int64_t capacity_tokens; /* tokens that k and v have room for, 0 to 2^31 - 1; bounds lengths */
   const int32_t *lengths;  /* [batch]: one past each sequence's last token, the query rows' own
                               included (append first, then attend) */
   nyb_input q;             /* [batch, query_heads, query_len, key_dim] */

@@ -282,12 +282,10 @@ nyb_status nyb_attention_run(nyb_context *context, const nyb_attention *attentio
   call_views views;
   nyb_status status = check(context, attention, &call, &views);
   if (status != NYB_OK) return status;
-  const bool on_cuda = context->backend == NYB_BACKEND_CUDA;
-  if (stream != NULL && !on_cuda) {
-    return nyb_fail(NYB_ERROR_VALUE, "stream is %p; it must be NULL on the CPU", stream);
-  }
+  const bool on_cuda = nyb_on_cuda(context);
   nyb_plan plan = NYB_PLAN_INIT;
-  status = make_plan(&call, &plan);
+  status = nyb_check_stream(context, stream);
+  if (status == NYB_OK) status = make_plan(&call, &plan);
   if (status != NYB_OK) return status;
   const int64_t needed = (int64_t)plan.workspace_bytes;
   status = check_workspace(workspace, workspace_bytes, needed);

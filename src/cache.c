@@ -33,16 +33,16 @@ int64_t nyb_cache_longest(const nyb_cache *cache) {
   return length;
 }
 
-static bool on_cuda(const nyb_cache *cache) { return cache->context->backend == NYB_BACKEND_CUDA; }
-
-static nyb_status check_stream(const nyb_cache *cache, nyb_stream stream) {
-  if (stream == NULL || on_cuda(cache)) return NYB_OK;
-  return nyb_fail(NYB_ERROR_VALUE, "stream is %p; it must be NULL on the CPU", stream);
-}
+static bool on_cuda(const nyb_cache *cache) { return nyb_on_cuda(cache->context); }
 
 static nyb_status check_cache(const nyb_cache *cache) {
   if (cache != NULL) return NYB_OK;
   return nyb_fail(NYB_ERROR_NULL, "cache is NULL; nyb_cache_create makes one");
+}
+
+static nyb_status check_call(const nyb_cache *cache, nyb_stream stream) {
+  const nyb_status status = check_cache(cache);
+  return status == NYB_OK ? nyb_check_stream(cache->context, stream) : status;
 }
 
 /* ---- Memory ------------------------------------------------------------------------------- */
@@ -481,8 +481,7 @@ static nyb_status append_here(nyb_cache *cache, const nyb_append *append) {
 }
 
 nyb_status nyb_cache_append(nyb_cache *cache, const nyb_append *append, nyb_stream stream) {
-  nyb_status status = check_cache(cache);
-  if (status == NYB_OK) status = check_stream(cache, stream);
+  nyb_status status = check_call(cache, stream);
   if (status != NYB_OK) return status;
   if (append == NULL) {
     return nyb_fail(NYB_ERROR_NULL, "append is NULL; it must point to an nyb_append");
@@ -508,8 +507,7 @@ nyb_status nyb_cache_append(nyb_cache *cache, const nyb_append *append, nyb_stre
 /* ---- Reserve, trim, reset ----------------------------------------------------------------- */
 
 nyb_status nyb_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_stream stream) {
-  nyb_status status = check_cache(cache);
-  if (status == NYB_OK) status = check_stream(cache, stream);
+  nyb_status status = check_call(cache, stream);
   if (status != NYB_OK) return status;
   if (tokens < 0) {
     return nyb_fail(NYB_ERROR_SHAPE, "tokens is %" PRId64 "; it must not be negative", tokens);
@@ -534,8 +532,7 @@ static nyb_status fail_sequence(const nyb_cache *cache, int64_t sequence, const 
 
 nyb_status nyb_cache_trim(nyb_cache *cache, int64_t sequence, int64_t tokens, int64_t *trimmed,
                           nyb_stream stream) {
-  nyb_status status = check_cache(cache);
-  if (status == NYB_OK) status = check_stream(cache, stream);
+  nyb_status status = check_call(cache, stream);
   if (status != NYB_OK) return status;
   if (sequence != NYB_ALL_SEQUENCES && (sequence < 0 || sequence >= cache->batch)) {
     return fail_sequence(cache, sequence, ", or NYB_ALL_SEQUENCES");
@@ -565,8 +562,7 @@ nyb_status nyb_cache_reset(nyb_cache *cache, nyb_stream stream) {
 }
 
 nyb_status nyb_cache_refresh(nyb_cache *cache, nyb_stream stream) {
-  nyb_status status = check_cache(cache);
-  if (status == NYB_OK) status = check_stream(cache, stream);
+  nyb_status status = check_call(cache, stream);
   if (status == NYB_OK && on_cuda(cache)) status = nyb_cuda_cache_refresh(cache, stream);
   return status;
 }

@@ -51,6 +51,11 @@ nyb_status nyb_check_struct(const char *name, const void *input, size_t given, s
       name, given, known, nyb_version());
 }
 
+nyb_status nyb_check_stream(const nyb_context *context, nyb_stream stream) {
+  if (stream == NULL || nyb_on_cuda(context)) return NYB_OK;
+  return nyb_fail(NYB_ERROR_VALUE, "stream is %p; it must be NULL on the CPU", stream);
+}
+
 const char *nyb_status_name(nyb_status status) {
   switch (status) {
 #define NYB_NAME(status) \
@@ -269,11 +274,12 @@ nyb_status nyb_context_create(const nyb_context_options *options, nyb_context **
   }
 
   nyb_isa isa;
-  int64_t threads;
+  int64_t threads = 1;
   nyb_path attention_path, geglu_path;
   nyb_status status = on_cuda ? choose_cuda(options, &isa) : choose_isa(options->isa, &isa);
   if (status == NYB_OK) status = choose_threads(options->threads, &threads);
-  if (on_cuda) threads = 1; /* the host only queues work */
+  const bool has_threads = options->parallel_for != NULL || nyb_has_pool();
+  if (on_cuda || !has_threads) threads = 1; /* on CUDA the host only queues work */
   if (status == NYB_OK) status = path_from_environment("NYBBLE_PATH", &attention_path);
   if (status == NYB_OK) status = path_from_environment("NYBBLE_GEGLU", &geglu_path);
   if (status != NYB_OK) return status;

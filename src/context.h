@@ -47,6 +47,13 @@ nyb_status nyb_fail(nyb_status status, const char *format, ...)
  * the first version (which is still the current one). input is the struct, or NULL for a result. */
 nyb_status nyb_check_struct(const char *name, const void *input, size_t given, size_t known);
 
+static inline bool nyb_on_cuda(const nyb_context *context) {
+  return context->backend == NYB_BACKEND_CUDA;
+}
+
+/* Fails for a stream on the CPU. */
+nyb_status nyb_check_stream(const nyb_context *context, nyb_stream stream);
+
 /* The kernel for an operation and format on the context's ISA; never NULL. */
 nyb_any_fn nyb_kernel_for(const nyb_context *context, nyb_operation operation,
                           nyb_format_id format);

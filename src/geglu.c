@@ -160,11 +160,8 @@ nyb_status nyb_geglu_run(nyb_context *context, const nyb_geglu *geglu, nyb_strea
     return nyb_fail(NYB_ERROR_NULL, "%s is NULL; both context and geglu must be set",
                     context == NULL ? "context" : "geglu");
   }
-  const bool on_cuda = context->backend == NYB_BACKEND_CUDA;
-  if (stream != NULL && !on_cuda) {
-    return nyb_fail(NYB_ERROR_VALUE, "stream is %p; it must be NULL on the CPU", stream);
-  }
-  nyb_status status = check_fields(geglu);
+  nyb_status status = nyb_check_stream(context, stream);
+  if (status == NYB_OK) status = check_fields(geglu);
   if (status == NYB_OK) status = check_memory(geglu);
   if (status != NYB_OK || geglu->rows == 0 || geglu->columns == 0) return status;
 
@@ -172,7 +169,7 @@ nyb_status nyb_geglu_run(nyb_context *context, const nyb_geglu *geglu, nyb_strea
   join_rows(&w.geglu);
   const nyb_path path = choose_path(context, geglu);
   const nyb_format_id format = plain_format(geglu->dtype);
-  if (on_cuda) {
+  if (nyb_on_cuda(context)) {
     status = nyb_cuda_geglu_run(context, &w.geglu, path, stream);
     if (status != NYB_OK) return status;
   } else {

@@ -114,8 +114,6 @@ static nyb_status check_call(direction way, rows_call *call) {
   return NYB_OK;
 }
 
-static bool on_cuda(const nyb_context *context) { return context->backend == NYB_BACKEND_CUDA; }
-
 static nyb_status check_arguments(const nyb_context *context, const void *descriptor,
                                   const char *name, nyb_stream stream) {
   if (context == NULL) {
@@ -124,10 +122,7 @@ static nyb_status check_arguments(const nyb_context *context, const void *descri
   if (descriptor == NULL) {
     return nyb_fail(NYB_ERROR_NULL, "%s is NULL; it must point to an nyb_%s", name, name);
   }
-  if (stream != NULL && !on_cuda(context)) {
-    return nyb_fail(NYB_ERROR_VALUE, "stream is %p; it must be NULL on the CPU", stream);
-  }
-  return NYB_OK;
+  return nyb_check_stream(context, stream);
 }
 
 /* ---- Cutting into tasks and spans --------------------------------------------------------- */
@@ -276,7 +271,7 @@ static nyb_status check_quantize(const nyb_context *context, const nyb_quantize 
     return nyb_fail(NYB_ERROR_VALUE, "quantize.reserved is %d; it must be 0",
                     (int)quantize->reserved);
   }
-  if (quantize->non_finite != NULL && !on_cuda(context)) {
+  if (quantize->non_finite != NULL && !nyb_on_cuda(context)) {
     return nyb_fail(NYB_ERROR_VALUE, "quantize.non_finite is %p; it must be NULL on the CPU",
                     (void *)quantize->non_finite);
   }
@@ -310,7 +305,7 @@ nyb_status nyb_quantize_run(nyb_context *context, const nyb_quantize *quantize, 
   nyb_status status = check_arguments(context, quantize, "quantize", stream);
   if (status == NYB_OK) status = check_quantize(context, quantize, &work);
   if (status != NYB_OK) return status;
-  if (!on_cuda(context)) {
+  if (!nyb_on_cuda(context)) {
     status = quantize_here(context, &work);
   } else if (work.call.rows > 0) {
     status = nyb_cuda_quantize_run(context, quantize, &work.call.layout, stream);
@@ -385,7 +380,7 @@ nyb_status nyb_dequantize_run(nyb_context *context, const nyb_dequantize *dequan
   if (status == NYB_OK) status = check_dequantize(dequantize, &work);
   if (status != NYB_OK) return status;
   const nyb_format_id id = work.call.layout.id;
-  if (!on_cuda(context)) {
+  if (!nyb_on_cuda(context)) {
     work.kernel = (nyb_dequantize_fn)nyb_kernel_for(context, NYB_OPERATION_DEQUANTIZE, id);
     nyb_parallel(context, task_count(&work.call), dequantize_task, &work);
   } else if (work.call.rows > 0) {

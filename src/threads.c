@@ -21,7 +21,6 @@ int64_t nyb_processor_count(void) {
 #if defined(NYB_HAVE_PTHREADPOOL)
 #include <pthread.h>
 #include <pthreadpool.h>
-#include <stdbool.h>
 
 static void *wait_for_the_others(void *barrier) {
   pthread_mutex_lock(barrier);
@@ -46,6 +45,8 @@ static bool can_start(int64_t count) {
   pthread_mutex_destroy(&gate);
   return running == count;
 }
+
+bool nyb_has_pool(void) { return true; }
 
 void *nyb_pool_create(int64_t threads) {
   return can_start(threads - 1) ? pthreadpool_create((size_t)threads) : NULL;
@@ -92,21 +93,19 @@ void nyb_pool_parallel_for(void *pool, int64_t task_count, nyb_task task, void *
   order_after(&call);
 }
 
-#else /* no pool in this build: the calling thread does all of it */
+#else /* no pool in this build: nyb_has_pool() keeps callers from asking for one */
 
-static char no_pool;
+bool nyb_has_pool(void) { return false; }
 
 void *nyb_pool_create(int64_t threads) {
   (void)threads;
-  return &no_pool;
+  return NULL;
 }
 
 void nyb_pool_destroy(void *pool) { (void)pool; }
 
 void nyb_pool_parallel_for(void *pool, int64_t task_count, nyb_task task, void *task_data) {
   (void)pool;
-  for (int64_t i = 0; i < task_count; i++) {
-    task(task_data, i);
-  }
+  for (int64_t i = 0; i < task_count; i++) task(task_data, i);
 }
 #endif

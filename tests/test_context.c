@@ -168,6 +168,32 @@ static void quantize_something(nyb_context *context, uint32_t *codes) {
   assert_int_equal(nyb_quantize_run(context, &call, NULL), NYB_OK);
 }
 
+/* What a context says that it uses of so many threads, where the caller brings no parallel-for. */
+static int64_t threads_of_pool(int64_t asked) {
+#if defined(NYB_TEST_UNPOOLED)
+  (void)asked;
+  return 1;
+#else
+  return asked;
+#endif
+}
+
+static void test_threads_of_its_own(void **state) {
+  (void)state;
+  enum { WORDS = 4096 * 16 };
+  uint32_t *alone = calloc(WORDS, 4), *shared = calloc(WORDS, 4);
+  for (int64_t threads = 1; threads <= 3; threads += 2) {
+    const nyb_context_options options = {.struct_size = sizeof options, .threads = threads};
+    nyb_context *context = create(&options);
+    assert_int_equal(nyb_context_threads(context), threads_of_pool(threads));
+    quantize_something(context, threads == 1 ? alone : shared);
+    nyb_context_destroy(context);
+  }
+  assert_memory_equal(alone, shared, WORDS * 4);
+  free(alone);
+  free(shared);
+}
+
 static void test_parallel_for_of_the_caller(void **state) {
   (void)state;
   enum { WORDS = 4096 * 16 };
@@ -224,7 +250,7 @@ static void test_option_beats_environment(void **state) {
   setenv("NYBBLE_THREADS", "5", 1);
   nyb_context *context = create(&options);
   assert_int_equal(nyb_context_isa(context), NYB_ISA_SCALAR);
-  assert_int_equal(nyb_context_threads(context), 3);
+  assert_int_equal(nyb_context_threads(context), threads_of_pool(3));
   nyb_context_destroy(context);
 }
 
@@ -274,7 +300,7 @@ static void test_good_environment(void **state) {
   nyb_context_destroy(create(NULL));
   for (int i = 0; i < LEVERS; i++) setenv(levers[i], i == 1 ? "7" : "auto", 1);
   nyb_context *context = create(NULL);
-  assert_int_equal(nyb_context_threads(context), 7);
+  assert_int_equal(nyb_context_threads(context), threads_of_pool(7));
   nyb_context_destroy(context);
 }
 
@@ -417,19 +443,13 @@ static void test_last_error(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      CASE(test_defaults),
-      CASE(test_wrong_options),
-      CASE(test_larger_struct),
-      CASE(test_allocator),
-      CASE(test_parallel_for_of_the_caller),
-      CASE(test_every_isa),
-      CASE(test_option_beats_environment),
-      CASE(test_bogus_environment),
-      CASE(test_good_environment),
-      CASE(test_kernel_table),
-      CASE(test_scalar_serves_everything),
-      CASE(test_counters),
-      CASE(test_names),
+      CASE(test_defaults),           CASE(test_wrong_options),
+      CASE(test_larger_struct),      CASE(test_allocator),
+      CASE(test_threads_of_its_own), CASE(test_parallel_for_of_the_caller),
+      CASE(test_every_isa),          CASE(test_option_beats_environment),
+      CASE(test_bogus_environment),  CASE(test_good_environment),
+      CASE(test_kernel_table),       CASE(test_scalar_serves_everything),
+      CASE(test_counters),           CASE(test_names),
       CASE(test_last_error),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
