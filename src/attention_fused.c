@@ -286,7 +286,7 @@ static void attend_chunk(const fused_run *run, const unit *u, int64_t chunk,
   const int64_t begin = chunk * NYB_CHUNK_TOKENS;
   const int64_t end = begin + NYB_CHUNK_TOKENS < u->visible ? begin + NYB_CHUNK_TOKENS : u->visible;
   /* A whole unit's next chunk follows; of a split one, another worker may have taken it. */
-  const int64_t next_end = run->split ? end : u->visible;
+  const int64_t next_end = u->length > run->longest_unsplit ? end : u->visible;
   clear_state(&memory->chunk, u->rows, padded);
   for (int64_t first = begin; first < end; first += NYB_TILE_TOKENS) {
     const int64_t tokens = end - first < NYB_TILE_TOKENS ? end - first : NYB_TILE_TOKENS;
