@@ -2,7 +2,7 @@
 /* Compiles every specialisation of the CUDA backend's shipped matrix for the architectures that it
  * is shipped for, without a GPU, and reports registers and spills.
  *
- *     cuda_matrix [JOBS [PROGRAM]]
+ *     cuda_matrix [JOBS [PROGRAM]]    JOBS 0 lists them only
  *
  * What is compiled is what the host code chooses on such a device (nyb_cuda_*_matrix). It fails
  * where one does not compile, where the code of a tuned kernel spills registers, and where a
@@ -211,8 +211,8 @@ int main(int argc, char **argv) {
   const int jobs = argc > 1 ? atoi(argv[1]) : 1;
   const char *program = argc > 2 ? argv[2] : NULL;
   const char *reason;
-  if (jobs < 1 || jobs > MAX_JOBS) {
-    printf("jobs must be 1 to %d\n", MAX_JOBS);
+  if (jobs < 0 || jobs > MAX_JOBS) {
+    printf("jobs must be 0 to %d\n", MAX_JOBS);
     return 2;
   }
   setvbuf(stdout, NULL, _IOFBF, LOG_BYTES); /* a report is written at once */
@@ -223,6 +223,12 @@ int main(int argc, char **argv) {
   printf("NVRTC %d.%d, %s\n", (int)nyb_nvrtc_version() / 1000, (int)nyb_nvrtc_version() % 1000 / 10,
          nyb_nvrtc_library());
   fill_matrix(program);
+  for (int i = 0; jobs == 0 && i < entry_count; i++) {
+    char name[1024];
+    name_of(&entries[i], name, sizeof name);
+    printf("%s\n", name);
+  }
+  if (jobs == 0) return 0;
   int failed = count_absent(program);
   shared_counts *counts =
       mmap(NULL, sizeof *counts, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);

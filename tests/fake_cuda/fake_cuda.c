@@ -64,8 +64,13 @@ EXPORT int64_t fake_cuda_calls(const char *name) {
 static nyb_cu_result enter(const char *name) {
   pthread_mutex_lock(&lock);
   *count_of(name) += 1;
-  if (control.fail_call == NULL || strcmp(control.fail_call, name) != 0) return NYB_CU_SUCCESS;
-  return control.fail_after-- > 0 ? NYB_CU_SUCCESS : control.fail_result;
+  if (control.fail_call == NULL) return NYB_CU_SUCCESS;
+  const bool any = strcmp(control.fail_call, "*") == 0;
+  if (!any && strcmp(control.fail_call, name) != 0) return NYB_CU_SUCCESS;
+  if (control.fail_after-- > 0) return NYB_CU_SUCCESS;
+  if (any) control.fail_call = NULL;
+  control.failed_call = name;
+  return control.fail_result;
 }
 
 #define ENTER(name) nyb_cu_result result = enter(name)

@@ -26,7 +26,8 @@ typedef struct fake_cuda_control {
   int blocks_per_multiprocessor;
 
   /* The call of that name ("cuMemAlloc", without _v2) fails with this result: from the
-   * fail_after-th call on (0: the next), as long as fail_call is set. */
+   * fail_after-th call on (0: the next), as long as fail_call is set. "*": every call counts, and
+   * only that one fails. */
   const char *fail_call;
   nyb_cu_result fail_result;
   int64_t fail_after;
@@ -39,6 +40,7 @@ typedef struct fake_cuda_control {
   void *launch_data;
 
   /* Out. Those of one call: fake_cuda_calls(). */
+  const char *failed_call; /* the last that was made to fail */
   int64_t launches, modules_loaded, live_allocations, live_bytes;
 } fake_cuda_control_struct;
 
