@@ -398,13 +398,8 @@ static bool may_be_ignored(const char *call) {
 typedef nyb_status (*scenario)(void);
 
 /* Runs it with the first call of the driver failing, then the second, until none is left to fail.
- * Each time it must say so with the call's name, and then work. Memory must be given back either
- * way. cold: no kernel is loaded when it begins, so that loading fails too. */
-static void fail_each_call(scenario run, bool cold) {
-  open_all();
-  make_calls();
-  make_workspace();
-  if (!cold) MUST(run() == NYB_OK);
+ * Each time it must say so with the call's name; memory must be given back. */
+static void fail_each_call_once(scenario run) {
   for (int64_t call = 0;; call++) {
     const int64_t before = fake.cuda->live_bytes;
     fake.cuda->fail_call = "*";
@@ -430,15 +425,24 @@ static void fail_each_call(scenario run, bool cold) {
     nyb_cu_context current = NULL;
     MUST(driver->CtxGetCurrent(&current) == 0 && current == NULL);
   }
+}
+
+/* At first, while kernels are still being loaded on the way, then with all of them there. */
+static void fail_each_call(scenario run) {
+  open_all();
+  make_calls();
+  make_workspace();
+  fail_each_call_once(run);
+  fail_each_call_once(run);
   nyb_context_destroy(context);
 }
 
-static void failing_quantize(void) { fail_each_call(quantize, true); }
-static void failing_dequantize(void) { fail_each_call(dequantize, true); }
-static void failing_geglu(void) { fail_each_call(geglu_fused, true); }
-static void failing_geglu_compat(void) { fail_each_call(geglu_compat, true); }
-static void failing_attention(void) { fail_each_call(attention_fused, false); }
-static void failing_compat(void) { fail_each_call(attention_compat, false); }
+static void failing_quantize(void) { fail_each_call(quantize); }
+static void failing_dequantize(void) { fail_each_call(dequantize); }
+static void failing_geglu(void) { fail_each_call(geglu_fused); }
+static void failing_geglu_compat(void) { fail_each_call(geglu_compat); }
+static void failing_attention(void) { fail_each_call(attention_fused); }
+static void failing_compat(void) { fail_each_call(attention_compat); }
 
 static void test_failing_calls(void **state) {
   (void)state;
@@ -494,7 +498,7 @@ static nyb_status life_of_a_cache(void) {
   return status;
 }
 
-static void failing_cache(void) { fail_each_call(life_of_a_cache, true); }
+static void failing_cache(void) { fail_each_call(life_of_a_cache); }
 
 static void cache_lives(void) {
   open_all();
