@@ -87,9 +87,11 @@ static void attend_row(const compat_run *run, int64_t index, char *memory) {
     scores[n] = nyb_round_to(round_to, score);
     if (scores[n] > maximum) maximum = scores[n]; /* a NaN is no maximum, but makes the sum NaN */
   }
+  /* Scores of -inf weigh 0 where there are no others, too; NaN stays NaN. */
+  const float reference = maximum == -INFINITY ? 0 : maximum;
   float sum = 0;
   for (int64_t n = 0; n < visible; n++) {
-    scores[n] = expf(scores[n] - maximum);
+    scores[n] = expf(scores[n] - reference);
     sum += scores[n];
   }
   const float reciprocal = 1 / sum;

@@ -323,14 +323,24 @@ static void attend_chunk(const fused_run *run, const unit *u, int64_t chunk,
 
 /* ---- Folding chunks ------------------------------------------------------------------------- */
 
+/* A row without weight has sums that are 0 or, of values that are not finite, NaN. */
+static void keep_nan(float *into, const float *weightless, int64_t count) {
+  for (int64_t d = 0; d < count; d++) {
+    if (weightless[d] != 0) into[d] = weightless[d];
+  }
+}
+
 /* folded = folded + next; a side without weight leaves the other bit-identical. */
 static void fold_row(const row_state *folded, const row_state *next, int64_t row,
                      int64_t padded_dim) {
   float *into = folded->values + row * padded_dim;
   const float *from = next->values + row * padded_dim;
-  if (next->sum[row] == 0) return;
+  if (next->sum[row] == 0) {
+    keep_nan(into, from, padded_dim);
+    return;
+  }
   if (folded->sum[row] == 0) {
-    memcpy(into, from, (size_t)padded_dim * sizeof(float));
+    for (int64_t d = 0; d < padded_dim; d++) into[d] = into[d] != 0 ? into[d] : from[d];
     folded->maximum[row] = next->maximum[row];
     folded->sum[row] = next->sum[row];
     return;

@@ -18,6 +18,7 @@ typedef enum query_class {
   QUERIES_OUTLIER,    /* one element a thousand times the others */
   QUERIES_MINUTE,     /* 2^-100, with ROWS_VAST; of f16 only as small as it goes */
   QUERIES_HALF_STEPS, /* halfway between the steps of 16-bit integers */
+  QUERIES_ALONG,      /* each element of the sign of ROWS_DOMINANT's key, 1 at least */
   QUERIES_COUNT
 } query_class;
 
@@ -40,6 +41,29 @@ typedef enum row_class {
   ROWS_COUNT
 } row_class;
 
+/* One element that is not finite. */
+typedef enum poison_place {
+  POISON_NONE,
+  POISON_QUERY,
+  POISON_KEY,      /* plain: an element; affine: the scale of the element's group */
+  POISON_KEY_BIAS, /* its bias; plain: an element */
+  POISON_VALUE,
+  POISON_VALUE_BIAS
+} poison_place;
+
+typedef struct scene_poison {
+  poison_place place;
+  double value;                      /* NaN or an infinity */
+  int64_t batch, head, row, element; /* head and row of q: of the queries; else KV head and token */
+} scene_poison;
+
+/* Tokens of every sequence whose scores are beyond the largest float for QUERIES_ALONG. Where keys
+ * are stored in f16 only scores rounded to f16 overflow. */
+typedef struct score_overflow {
+  int64_t first, end;
+  bool upwards; /* to +inf instead of -inf */
+} score_overflow;
+
 enum { SCENE_MAX_BATCH = 64 };
 
 typedef struct attention_shape {
@@ -54,6 +78,8 @@ typedef struct attention_shape {
   nyb_rounding rounding;
   query_class queries;
   row_class keys, values;
+  scene_poison poison;
+  score_overflow overflow;
   bool swapped; /* [batch, tokens, heads, dim] in memory instead of [batch, heads, tokens, dim] */
   int64_t gap;  /* elements (words, scales) between the rows */
   bool without_lse;
@@ -76,6 +102,10 @@ typedef struct attention_scene {
 /* False where memory ran out. */
 bool scene_make(attention_scene *scene, const attention_shape *shape);
 void scene_free(attention_scene *scene);
+
+/* Changes one element of a scene that is made, and brings all of its inputs back. */
+void scene_add_poison(attention_scene *scene, const scene_poison *poison);
+void scene_restore_inputs(attention_scene *scene);
 
 /* What the oracle expects on a path, row by row in order [batch, head, query row]. */
 typedef struct scene_expected {

@@ -179,6 +179,10 @@ static void check_case(walk *w, attention_shape shape) {
   shape.swapped = check_random_below(&random, 2) == 0;
   shape.gap = check_random_below(&random, 3);
   shape.without_lse = check_random_below(&random, 8) == 0;
+  if (shape.overflow.first < shape.overflow.end && shape.key_format.dtype == NYB_F16) {
+    shape.query_dtype = NYB_F16; /* its scores overflow only there */
+    shape.rounding = NYB_ROUNDING_MLX;
+  }
   if (fits) check_scene(w->run, &shape);
 }
 
@@ -348,6 +352,77 @@ static void check_one_hot(walk *w) {
     check_case(w, shape);
     check_case(w, shape);
   }
+}
+
+/* One element that is not finite, wherever attention reads one: in the first tile, the second, the
+ * last, in another chunk. */
+static void check_poison(walk *w) {
+  static const double values[] = {NAN, INFINITY, -INFINITY};
+  static const char *const names[] = {[POISON_QUERY] = "query not finite",
+                                      [POISON_KEY] = "key or scale not finite",
+                                      [POISON_KEY_BIAS] = "key or its bias not finite",
+                                      [POISON_VALUE] = "value or scale not finite",
+                                      [POISON_VALUE_BIAS] = "value or its bias not finite"};
+  static const int32_t tokens[] = {0, 70, 129, 1060};
+  for (poison_place place = POISON_QUERY; place <= POISON_VALUE_BIAS; place++) {
+    for (int i = 0; i < 12; i++) {
+      attention_shape shape = decode(names[place], 4, 2, 64, i % 4 == 3 ? 1100 : 130);
+      shape.batch = 2;
+      shape.lengths[0] = 40;
+      shape.lengths[1] = i % 4 == 3 ? 1100 : 130;
+      shape.poison = (scene_poison){.place = place,
+                                    .value = values[i / 4],
+                                    .batch = 1,
+                                    .head = 1,
+                                    .row = place == POISON_QUERY ? 0 : tokens[i % 4],
+                                    .element = 5 * i};
+      check_case(w, shape);
+    }
+  }
+}
+
+/* Scores that are all -inf for a while: single ones, tiles, a chunk, the whole row; then +inf. */
+static void check_overflow(walk *w) {
+  static const struct {
+    const char *name;
+    int32_t length, first, end;
+  } spans[] = {{"-inf in one token", 130, 3, 4},
+               {"-inf at first", 130, 0, 1},
+               {"-inf through tile 0", 130, 0, 64},
+               {"-inf up to tile 1's middle", 200, 0, 100},
+               {"-inf through tile 1", 200, 64, 128},
+               {"-inf in the last tile", 130, 128, 130},
+               {"-inf but at first", 130, 1, 130},
+               {"-inf but at last", 130, 0, 129},
+               {"-inf throughout", 130, 0, 130},
+               {"-inf in the one token", 1, 0, 1},
+               {"-inf through chunk 0", 1100, 0, 1024},
+               {"-inf through chunk 1", 2100, 1024, 2048},
+               {"-inf in the last chunk", 1100, 1024, 1100},
+               {"-inf over two chunks", 2100, 0, 2048},
+               {"-inf but in one tile of three chunks", 2100, 64, 2100},
+               {"-inf throughout two chunks", 1100, 0, 1100}};
+  for (size_t i = 0; i < sizeof spans / sizeof spans[0]; i++) {
+    attention_shape shape = decode(spans[i].name, 4, 2, 64, spans[i].length);
+    shape.queries = QUERIES_ALONG;
+    shape.overflow = (score_overflow){.first = spans[i].first, .end = spans[i].end};
+    check_case(w, shape);
+    check_case(w, shape);
+    /* A weight of 0 does not make a plausible value of NaN. */
+    shape.poison = (scene_poison){.place = i % 2 == 0 ? POISON_VALUE : POISON_VALUE_BIAS,
+                                  .value = i % 4 < 2 ? (double)NAN : (double)INFINITY,
+                                  .row = (spans[i].first + spans[i].end) / 2,
+                                  .element = 33};
+    check_case(w, shape);
+  }
+  attention_shape upwards = decode("+inf in one token", 4, 2, 64, 130);
+  upwards.queries = QUERIES_ALONG;
+  upwards.overflow = (score_overflow){.first = 70, .end = 71, .upwards = true};
+  check_case(w, upwards);
+  upwards.name = "+inf in two chunks";
+  upwards.lengths[0] = 1100;
+  upwards.overflow = (score_overflow){.first = 1000, .end = 1030, .upwards = true};
+  check_case(w, upwards);
 }
 
 /* Long contexts: many chunks. Field case 22 is the wide one. */
@@ -703,6 +778,8 @@ void check_attention(check_run *run) {
     check_batches(&w);
     check_data(&w);
     check_one_hot(&w);
+    check_poison(&w);
+    check_overflow(&w);
     check_long(&w);
     check_accuracy(run, format);
     check_invariant_shapes(run, format);

@@ -100,6 +100,7 @@ static double query_element(const attention_shape *s, int64_t head, int64_t row,
     case QUERIES_MINUTE: return (s->query_dtype == NYB_F16 ? 0x1p-20 : 0x1p-100) * normal;
     case QUERIES_HALF_STEPS: /* one element that sets the step, the others between its multiples */
       return d % 32 == 0 ? 1 : ((double)check_random_below(random, 65534) - 32766.5) / 32767;
+    case QUERIES_ALONG: return direction(d) * (1 + fabs(normal));
     case QUERIES_COUNT: break;
   }
   return NAN;
@@ -203,6 +204,68 @@ static void fill_stored(const attention_shape *s, row_class class, const nyb_sto
   }
 }
 
+/* Keys along the direction, of both signs in each group: +-20,000 in f16, else +-1e38. */
+static void fill_overflowing_row(const attention_shape *s, const nyb_stored *k, int64_t b,
+                                 int64_t head, int64_t token) {
+  const nyb_format *format = &k->format;
+  const double size = (format->dtype == NYB_F16 ? 20000 : 1e38) * (s->overflow.upwards ? 1 : -1);
+  void *codes = (void *)(uintptr_t)k->codes;
+  const int64_t first = offset_of(k->codes_stride, b, head, token);
+  if (format->scheme == NYB_PLAIN) {
+    for (int64_t d = 0; d < s->key_dim; d++) {
+      oracle_store(codes, format->dtype, first + d, size * direction(d));
+    }
+    return;
+  }
+  const uint32_t largest = (1u << format->bits) - 1;
+  for (int64_t g = 0; g < s->key_dim / format->group_size; g++) {
+    oracle_store((void *)(uintptr_t)k->scales, format->dtype,
+                 offset_of(k->scales_stride, b, head, token) + g, 2 * size / largest);
+    oracle_store((void *)(uintptr_t)k->biases, format->dtype,
+                 offset_of(k->biases_stride, b, head, token) + g, -size);
+  }
+  for (int64_t d = 0; d < s->key_dim; d++) {
+    oracle_put_code((uint8_t *)codes + first * 4, format->bits, d, direction(d) > 0 ? largest : 0);
+  }
+}
+
+static void overflow_scores(const attention_shape *s, const nyb_stored *k) {
+  for (int64_t i = 0; i < s->batch * s->kv_heads; i++) {
+    const int64_t b = i / s->kv_heads;
+    for (int64_t t = s->overflow.first; t < s->overflow.end && t < s->lengths[b]; t++) {
+      fill_overflowing_row(s, k, b, i % s->kv_heads, t);
+    }
+  }
+}
+
+static void poison_stored(const scene_poison *p, bool bias, const nyb_stored *stored) {
+  const nyb_format *format = &stored->format;
+  const bool plain = format->scheme == NYB_PLAIN;
+  const void *array = plain ? stored->codes : bias ? stored->biases : stored->scales;
+  const int64_t *stride = plain  ? stored->codes_stride
+                          : bias ? stored->biases_stride
+                                 : stored->scales_stride;
+  const int64_t at = plain ? p->element : p->element / format->group_size;
+  oracle_store((void *)(uintptr_t)array, format->dtype,
+               offset_of(stride, p->batch, p->head, p->row) + at, p->value);
+}
+
+void scene_add_poison(attention_scene *scene, const scene_poison *p) {
+  const nyb_attention *call = &scene->call;
+  scene->shape.poison = *p;
+  switch (p->place) {
+    case POISON_NONE: break;
+    case POISON_QUERY:
+      oracle_store(scene->q.data, scene->shape.query_dtype,
+                   offset_of(call->q.stride, p->batch, p->head, p->row) + p->element, p->value);
+      break;
+    case POISON_KEY: poison_stored(p, false, &call->k); break;
+    case POISON_KEY_BIAS: poison_stored(p, true, &call->k); break;
+    case POISON_VALUE: poison_stored(p, false, &call->v); break;
+    case POISON_VALUE_BIAS: poison_stored(p, true, &call->v); break;
+  }
+}
+
 static void fill_queries(const attention_scene *scene, check_random *random) {
   const attention_shape *s = &scene->shape;
   for (int64_t b = 0; b < s->batch; b++) {
@@ -238,11 +301,20 @@ bool scene_make(attention_scene *scene, const attention_shape *shape) {
   fill_queries(scene, &random);
   fill_stored(shape, shape->keys, &scene->call.k, shape->key_dim, &random);
   fill_stored(shape, shape->values, &scene->call.v, shape->value_dim, &random);
+  overflow_scores(shape, &scene->call.k);
+  scene_add_poison(scene, &shape->poison);
   scene->call.lengths = scene->shape.lengths; /* where the scene lives now */
   for (int i = 0; input_buffer(scene, i) != NULL; i++) {
     check_buffer_seal(input_buffer(scene, i));
   }
   return true;
+}
+
+void scene_restore_inputs(attention_scene *scene) {
+  check_buffer *buffer;
+  for (int i = 0; (buffer = input_buffer(scene, i)) != NULL; i++) {
+    memcpy(buffer->memory, buffer->image, buffer->memory_bytes);
+  }
 }
 
 void scene_free(attention_scene *scene) {
@@ -399,10 +471,16 @@ static bool find_stray_write(attention_scene *scene, char *text, size_t text_siz
   return false;
 }
 
+/* Only a scene that was made so may have results that are not finite. */
+static bool may_be_not_finite(const attention_shape *s) {
+  return s->poison.place != POISON_NONE || s->overflow.first < s->overflow.end;
+}
+
 /* Less the half unit in the last place that belongs to the output's own rounding. */
 static double share_of_tolerance(nyb_dtype dtype, double got, double want, double error) {
   const double unit = dtype == NYB_F32 ? 0x1p-24 : dtype == NYB_F16 ? 0x1p-11 : 0x1p-8;
-  return error > 0 ? fmax(fabs(got - want) - unit * fabs(want), 0) / error : 0;
+  if (!(error > 0) || !isfinite(want)) return 0;
+  return fmax(fabs(got - want) - unit * fabs(want), 0) / error;
 }
 
 static bool compare_lse(const attention_scene *scene, const scene_expected *e, int64_t i,
@@ -410,6 +488,7 @@ static bool compare_lse(const attention_scene *scene, const scene_expected *e, i
   if (scene->shape.without_lse) return true;
   const double got = oracle_load(scene->lse.data, NYB_F32, at);
   *worst = fmax(*worst, share_of_tolerance(NYB_F32, got, e->lse[i], e->lse_error[i]));
+  if (isnan(e->lse[i]) && may_be_not_finite(&scene->shape)) return isnan(got);
   return oracle_within(NYB_F32, got, e->lse[i], e->lse_error[i]);
 }
 
@@ -434,6 +513,7 @@ scene_fault scene_compare(attention_scene *scene, const scene_expected *e, doubl
       const double error = e->out_error[i * s->value_dim + d];
       *worst = fmax(*worst, share_of_tolerance(s->out_dtype, got, want, error));
       if (oracle_within(s->out_dtype, got, want, error)) continue;
+      if (!isfinite(want) && may_be_not_finite(s) && (isnan(got) || got == want)) continue;
       snprintf(text, text_size,
                "out of batch %lld head %lld row %lld element %lld: got %.9g, want %.9g +- %.3g, "
                "rounded to %s",

@@ -71,7 +71,8 @@ typedef struct oracle_rows {
   double *from_middle; /* affine: |code - middle|, middle being half of the largest code */
   double *scale;       /* affine: [tokens, dim / group_size] */
   double middle;
-  double largest; /* of magnitude, and 1 at least */
+  double largest; /* of the finite magnitudes, and 1 at least */
+  bool finite;    /* all of them */
 } oracle_rows;
 
 /* False where memory ran out. */

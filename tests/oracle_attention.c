@@ -85,6 +85,7 @@ bool oracle_rows_decode(const nyb_stored *rows, int64_t batch_index, int64_t hea
       .group_size = plain ? 0 : rows->format.group_size,
       .middle = plain ? 0 : 0.5 * ((1 << rows->format.bits) - 1),
       .largest = 1,
+      .finite = true,
       .value = malloc(count * sizeof(double)),
       .magnitude = malloc(count * sizeof(double)),
       .from_middle = malloc((plain ? 1 : count) * sizeof(double)),
@@ -106,7 +107,12 @@ bool oracle_rows_decode(const nyb_stored *rows, int64_t batch_index, int64_t hea
     }
   }
   for (int64_t i = 0; i < tokens * dim; i++) {
-    if (decoded->magnitude[i] > decoded->largest) decoded->largest = decoded->magnitude[i];
+    const double magnitude = decoded->magnitude[i];
+    if (!isfinite(magnitude)) {
+      decoded->finite = false;
+    } else if (magnitude > decoded->largest) {
+      decoded->largest = magnitude;
+    }
   }
   return true;
 }
@@ -193,23 +199,48 @@ static double dot_absolute(const double *a, const double *b, int64_t count) {
   return (sums[0] + sums[1]) + (sums[2] + sums[3]);
 }
 
+/* T(score), or the score itself, infinite where f32 cannot hold it. */
+static double narrow_score(const oracle_attention *a, double score) {
+  const double rounded = oracle_round(rounds_scores(a) ? a->query_dtype : NYB_F32, score);
+  return rounds_scores(a) || isinf(rounded) ? rounded : score;
+}
+
+/* A score within delta of the exact one becomes one of T. Where it may be infinite or not, delta is
+ * infinite. */
+static void round_score(const oracle_attention *a, double *score, double *delta) {
+  const double exact = *score;
+  *score = narrow_score(a, exact);
+  if (!isfinite(exact)) { /* an infinity stays what it is; a NaN's delta means nothing */
+    *delta = 0;
+    return;
+  }
+  const double low = narrow_score(a, exact - *delta), high = narrow_score(a, exact + *delta);
+  if (low == high && (rounds_scores(a) || isinf(low))) {
+    *delta = 0;
+  } else if (rounds_scores(a) || isinf(low) || isinf(high)) {
+    *delta = fmax(high - *score, *score - low);
+  }
+}
+
+/* With integer dots a score is NaN as soon as an element of the query, a scale or a bias is not
+ * finite; else NaN and infinity take their way through the sum. */
+static double exact_score(const oracle_attention *a, const row_state *row, const double *key) {
+  const int64_t dim = a->keys->dim;
+  const double score = dot(row->query, key, dim);
+  if (!has_integer_dots(a) || isfinite(score)) return score;
+  return isfinite(dot_absolute(row->query, key, dim)) ? score : (double)NAN;
+}
+
 static void score_tokens(const oracle_attention *a, row_state *row) {
   const int64_t dim = a->keys->dim;
   row->most = -INFINITY;
   for (int64_t n = 0; n < row->visible; n++) {
     const double *key = a->keys->value + n * dim, *magnitude = a->keys->magnitude + n * dim;
-    double score = dot(row->query, key, dim);
-    double delta = dot(row->sum_error, magnitude, dim) + 0x1p-126;
-    if (has_integer_dots(a)) delta += dot_absolute(row->step_error, key, dim);
-    if (rounds_scores(a)) {
-      const double low = oracle_round(a->query_dtype, score - delta);
-      const double high = oracle_round(a->query_dtype, score + delta);
-      score = oracle_round(a->query_dtype, score);
-      delta = fmax(high - score, score - low);
-    }
-    row->score[n] = score;
-    row->delta[n] = delta;
-    row->most = fmax(row->most, score);
+    row->score[n] = exact_score(a, row, key);
+    row->delta[n] = dot(row->sum_error, magnitude, dim) + 0x1p-126;
+    if (has_integer_dots(a)) row->delta[n] += dot_absolute(row->step_error, key, dim);
+    round_score(a, &row->score[n], &row->delta[n]);
+    row->most = fmax(row->most, row->score[n]); /* a NaN is no maximum */
   }
 }
 
@@ -226,7 +257,8 @@ static double sum_depth(const oracle_attention *a, int64_t visible) {
 /* Adds to delta what the f32 softmax itself loses. exp is good to 2 ulp, 4u; its argument,
  * score - maximum, times log2(e) where exp2 serves, to 4u of its size. On the fused path a weight
  * is rescaled each time the maximum moves, once per tile and once per chunk at most: an exp and a
- * product each, while the arguments add up to most - score in all. */
+ * product each, while the arguments add up to most - score in all.
+ *   A score of -inf weighs 0, for certain; a row of nothing else has no weights: 0/0. */
 static void soften(const oracle_attention *a, row_state *row) {
   double rescales = 0;
   if (a->path == NYB_PATH_FUSED) {
@@ -235,6 +267,10 @@ static void soften(const oracle_attention *a, row_state *row) {
   }
   row->sum = 0;
   for (int64_t n = 0; n < row->visible; n++) {
+    if (row->score[n] == -INFINITY) {
+      row->probability[n] = row->delta[n] = 0;
+      continue;
+    }
     const double below = row->most - row->score[n];
     row->probability[n] = exp(-below);
     row->sum += row->probability[n];
@@ -258,6 +294,10 @@ static void take_lse(const oracle_attention *a, const row_state *row, oracle_res
   double above, below;
   weight_errors(row, &above, &below);
   result->lse = row->most + log(row->sum);
+  if (result->lse == -INFINITY) {
+    result->lse_error = 0;
+    return;
+  }
   result->lse_error = fmax(log1p(above), -log1p(-below)) +
                       ORACLE_F32_UNIT * (sum_depth(a, row->visible) + 4 + 4 * fabs(log(row->sum)) +
                                          2 * fabs(row->most) + 2 * fabs(result->lse));
@@ -273,7 +313,7 @@ static void weigh_values(const oracle_attention *a, const row_state *row, oracle
   }
   for (int64_t n = 0; n < row->visible; n++) {
     const double p = row->probability[n];
-    if (p == 0) continue;
+    if (p == 0 && a->values->finite) continue; /* 0 times infinity is NaN */
     const double *value = a->values->value + n * dim;
     const double *magnitude = a->values->magnitude + n * dim;
     for (int64_t d = 0; d < dim; d++) {

@@ -338,6 +338,30 @@ static nyb_status first_head_for_all(LIAR_ARGUMENTS) {
   return TRUTH(&other);
 }
 
+/* Only what is not finite in the data makes NaN. */
+static nyb_status with_each_nan(LIAR_ARGUMENTS, double instead) {
+  const nyb_status status = TRUTH(a);
+  for (int64_t i = 0; i < a->batch * a->query_heads * a->query_len; i++) {
+    const int64_t row = i % a->query_len, head = i / a->query_len % a->query_heads;
+    const int64_t at = i / a->query_len / a->query_heads * a->out.stride[0] +
+                       head * a->out.stride[1] + row * a->out.stride[2];
+    for (int64_t d = 0; d < a->value_dim; d++) {
+      if (isnan(oracle_load(a->out.data, a->out.dtype, at + d))) {
+        oracle_store(a->out.data, a->out.dtype, at + d, instead);
+      }
+    }
+  }
+  return status;
+}
+
+static nyb_status zero_for_nan(LIAR_ARGUMENTS) {
+  return with_each_nan(context, a, workspace, workspace_bytes, stream, 0);
+}
+
+static nyb_status infinity_for_nan(LIAR_ARGUMENTS) {
+  return with_each_nan(context, a, workspace, workspace_bytes, stream, INFINITY);
+}
+
 static nyb_status attend_elsewhere(LIAR_ARGUMENTS) {
   (void)context;
   return nyb_attention_run(other_context(), a, workspace, workspace_bytes, stream);
@@ -392,6 +416,9 @@ static void test_attention_liars(void **state) {
       {wrong_lse, "lse of"},
       {no_lse, "nan, want"},
       {first_head_for_all, "head 2"},
+      {zero_for_nan, "not finite"},
+      {zero_for_nan, "-inf throughout"},
+      {infinity_for_nan, "got inf, want"},
       {attend_elsewhere, "another kernel ran"},
   };
   assert_honest("attention", "affine4");

@@ -284,11 +284,15 @@ typedef struct score_scratch {
 } score_scratch;
 _Static_assert(sizeof(score_scratch) <= NYB_TILE_SCRATCH_BYTES, "scores must fit the scratch");
 
-/* The value of a code: scale * code + bias. Takes biases to the values of the middle code. */
+/* The value of a code: scale * code + bias. Takes biases to the values of the middle code. What is
+ * infinite becomes NaN, and with it the score: times the distances and sums of both signs it might
+ * become the -inf that weighs nothing. */
 ALWAYS_INLINE void add_middles(const float *scales, int bits, float *biases) {
   const vf middle_code = vf_set1((float)(1 << (bits - 1)));
   for (int64_t t = 0; t < NYB_TILE_TOKENS; t += VECTOR_LANES) {
-    vf_store(biases + t, vf_fma(vf_load(scales + t), middle_code, vf_load(biases + t)));
+    const vf scale = vf_load(scales + t), bias = vf_load(biases + t);
+    const vf middle = vf_fma(scale, middle_code, bias);
+    vf_store(biases + t, vf_fma(vf_add(scale, bias), vf_zero(), middle));
   }
 }
 
