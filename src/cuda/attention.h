@@ -45,6 +45,7 @@ typedef struct nyb_cuda_attention_kernel {
                        const nyb_cuda_kernel *const *kernels, void *workspace, nyb_stream stream);
 } nyb_cuda_attention_kernel;
 
+extern const nyb_cuda_attention_kernel nyb_cuda_attention_decode;
 extern const nyb_cuda_attention_kernel nyb_cuda_attention_general;
 extern const nyb_cuda_attention_kernel nyb_cuda_attention_compat;
 

@@ -15,14 +15,14 @@
 //
 // Parameters of a specialisation (-D): KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
 // VALUE_GROUP, QUERY_TYPE (of q: F16 or BF16), KEY_SCALE_TYPE, VALUE_SCALE_TYPE (dtypes), COLUMNS
-// (query rows at once, 8 or 16), ROUND_SCORES (NYB_ROUNDING_MLX), PACKED (1: tokens of a head are
+// (query rows at once, 8 or 16), ROWS (of them, those that may be in use), ROUND_SCORES (NYB_ROUNDING_MLX), PACKED (1: tokens of a head are
 // contiguous and start at multiples of 16 bytes; 0: any strides).
 #include "attention_decode.cuh"
 
 #if !defined(KEY_DIM) || !defined(VALUE_DIM) || !defined(KEY_BITS) || !defined(VALUE_BITS) || \
     !defined(KEY_GROUP) || !defined(VALUE_GROUP) || !defined(QUERY_TYPE) ||                   \
     !defined(KEY_SCALE_TYPE) || !defined(VALUE_SCALE_TYPE) || !defined(COLUMNS) ||            \
-    !defined(ROUND_SCORES) || !defined(PACKED)
+    !defined(ROWS) || !defined(ROUND_SCORES) || !defined(PACKED)
 #error "a parameter of attention_decode is missing"
 #endif
 
@@ -44,7 +44,7 @@ constexpr int TILE = TILE_TOKENS, HALVES = TILE / 16;
 // A lane's rows of the products, lane/4 and lane/4 + 8 of each half, are neighbouring tokens.
 constexpr int LANE_TOKENS = TILE / 8;
 
-constexpr int round_up(int value, int multiple) {
+__host__ __device__ constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
@@ -63,13 +63,12 @@ constexpr int STATISTICS_AT = round_up(WARPS * STAGES * STAGE_BYTES + 16, 16);
 // The query rows as the products' N side, the same for all warps.
 constexpr int QUERIES_AT = STATISTICS_AT + 2 * WARPS * COLUMNS * 4;
 constexpr int EXCHANGE_AT = QUERIES_AT + NYB_DECODE_QUERY_BYTES(KEY_DIM, COLUMNS);
-// Then, for each row that there is: a row of each warp's, and of each subtree that waits.
-constexpr int ROW_BYTES = (WARPS + NYB_DECODE_LEVELS) * EXCHANGE_ROW * 4;
-static_assert(EXCHANGE_AT == NYB_DECODE_RING_BYTES(KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
-                                                   VALUE_GROUP, bytes_of(KEY_SCALE_TYPE),
-                                                   bytes_of(VALUE_SCALE_TYPE), TILE, STAGES) +
-                                 2 * WARPS * COLUMNS * 4 +
-                                 NYB_DECODE_QUERY_BYTES(KEY_DIM, COLUMNS));
+// Then a row of each warp's, and of each subtree that waits.
+constexpr int WAITING_AT = EXCHANGE_AT + WARPS * ROWS * EXCHANGE_ROW * 4;
+static_assert(WAITING_AT + NYB_DECODE_LEVELS * ROWS * EXCHANGE_ROW * 4 ==
+              NYB_DECODE_SHARED_BYTES(KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
+                                      VALUE_GROUP, bytes_of(KEY_SCALE_TYPE),
+                                      bytes_of(VALUE_SCALE_TYPE), TILE, STAGES, COLUMNS, ROWS));
 
 // ---- Instructions ------------------------------------------------------------------------------
 
@@ -1014,7 +1013,7 @@ struct Leaf {
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(at + WARPS * COLUMNS * 4), "f"(sum[j] * grow)
                      : "memory");
       }
-      const uint32 row = exchange + (warp * rows + column) * EXCHANGE_ROW * 4;
+      const uint32 row = exchange + (warp * ROWS + column) * EXCHANGE_ROW * 4;
 #pragma unroll
       for (int span = 0; span < SPANS; span++) {
         const float span_bias = bias[span * VALUE_SPAN / VALUE_GROUP][j];
@@ -1048,7 +1047,7 @@ struct Leaf {
 
 // The quads of output elements that a thread keeps, one after the other over all rows.
 constexpr int QUADS = VALUE_DIM / 4;
-constexpr int THREAD_QUADS = (COLUMNS * QUADS + WARPS * 32 - 1) / (WARPS * 32);
+constexpr int THREAD_QUADS = (ROWS * QUADS + WARPS * 32 - 1) / (WARPS * 32);
 
 // A subtree's sums, for this thread's quads; each thread keeps its rows' statistics as well.
 struct Subtree {
@@ -1066,7 +1065,6 @@ __device__ __forceinline__ float4 add(float4 x, float4 y) {
 struct Combiner {
   char *shared;
   int rows;     // of this tile of query rows
-  int row_room; // of any tile
   uint32 valid; // bit i: a subtree of 2^i blocks waits for its right neighbour
 
   __device__ __forceinline__ bool mine(int i) const {
@@ -1095,7 +1093,7 @@ struct Combiner {
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
         factor[w] = rescale_factor(maxima[w * COLUMNS + row] - maximum);
-        const float *values = exchange + (w * rows + row) * EXCHANGE_ROW + quad_of(i) * 4;
+        const float *values = exchange + (w * ROWS + row) * EXCHANGE_ROW + quad_of(i) * 4;
         part[w] = times(*reinterpret_cast<const float4 *>(values), factor[w]);
         sum[w] = sums[w * COLUMNS + row] * factor[w];
       }
@@ -1106,8 +1104,7 @@ struct Combiner {
   }
 
   __device__ __forceinline__ float *waiting(int level, int row) const {
-    return reinterpret_cast<float *>(shared + EXCHANGE_AT) +
-           (WARPS * row_room + level * row_room + row) * EXCHANGE_ROW;
+    return reinterpret_cast<float *>(shared + WAITING_AT) + (level * ROWS + row) * EXCHANGE_ROW;
   }
   __device__ __forceinline__ void keep(const Subtree &tree, int level) {
     valid |= 1u << level;
@@ -1227,7 +1224,6 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   Combiner combiner;
   combiner.shared = shared;
   combiner.valid = 0;
-  combiner.row_room = min(a.heads_per_kv * a.query_len, COLUMNS);
   int stage = 0;
   bool new_pair = true;
   for (uint32 unit = begin; unit < end; unit++) {

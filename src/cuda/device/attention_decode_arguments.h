@@ -13,21 +13,24 @@
 
 /* Bytes of the rings of a block of threads, for tiles of `tile` tokens in `stages` stages. */
 #define NYB_DECODE_UP_16(bytes) (((bytes) + 15) / 16 * 16)
-#define NYB_DECODE_RING_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, value_group,     \
-                              key_scale_bytes, value_scale_bytes, tile, stages)                     \
-  NYB_DECODE_UP_16(4 * (stages) *                                                                   \
-                       (NYB_DECODE_UP_16((tile) * (key_dim) * (key_bits) / 8) +                     \
-                        NYB_DECODE_UP_16((tile) * (value_dim) * (value_bits) / 8) +                 \
-                        2 * NYB_DECODE_UP_16((tile) * ((key_dim) / (key_group)) * (key_scale_bytes)) + \
-                        2 * NYB_DECODE_UP_16((tile) * ((value_dim) / (value_group)) *               \
-                                             (value_scale_bytes))) +                                \
-                   16)
+#define NYB_DECODE_RING_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, value_group,  \
+                              key_scale_bytes, value_scale_bytes, tile, stages)                  \
+  NYB_DECODE_UP_16(                                                                              \
+      4 * (stages) *                                                                             \
+          (NYB_DECODE_UP_16((tile) * (key_dim) * (key_bits) / 8) +                               \
+           NYB_DECODE_UP_16((tile) * (value_dim) * (value_bits) / 8) +                           \
+           2 * NYB_DECODE_UP_16((tile) * ((key_dim) / (key_group)) * (key_scale_bytes)) +        \
+           2 * NYB_DECODE_UP_16((tile) * ((value_dim) / (value_group)) * (value_scale_bytes))) + \
+      16)
 /* Query rows, brought to f16: two words a lane for each 16 elements and 8 rows. */
 #define NYB_DECODE_QUERY_BYTES(key_dim, columns) (((key_dim) / 16 + 1) / 2 * ((columns) / 8) * 512)
 /* Dynamic shared memory of the kernel, for `rows` query rows at once (at most columns). */
-#define NYB_DECODE_SHARED_BYTES(ring_bytes, key_dim, value_dim, columns, rows)                    \
-  ((ring_bytes) + 2 * 4 * (columns) * 4 + NYB_DECODE_QUERY_BYTES(key_dim, columns) +              \
-    (rows) * (4 + NYB_DECODE_LEVELS) * ((value_dim) + 4) * 4)
+#define NYB_DECODE_SHARED_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, value_group, \
+                                key_scale_bytes, value_scale_bytes, tile, stages, columns, rows)  \
+  (NYB_DECODE_RING_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, value_group,        \
+                         key_scale_bytes, value_scale_bytes, tile, stages) +                      \
+   2 * 4 * (columns)*4 + NYB_DECODE_QUERY_BYTES(key_dim, columns) +                               \
+   (4 + NYB_DECODE_LEVELS) * (rows) * ((value_dim) + 4) * 4)
 
 #define NYB_MERGE_THREADS 256
 

@@ -1,0 +1,225 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* The tuned kernel for few query rows over a long affine cache (device/attention_decode.cu). */
+#include "attention.h"
+#include "device/attention_decode_arguments.h"
+
+enum { MAX_DIM = 256, MAX_ROWS = 128, WARPS = 4 };
+
+/* ---- How a call is cut ------------------------------------------------------------------------
+ */
+
+typedef struct cut {
+  int64_t rows;      /* that share a KV head */
+  int32_t columns;   /* of them at once */
+  int32_t row_room;  /* columns that may be in use */
+  int64_t row_tiles; /* of `columns` rows */
+  int64_t pairs;     /* sequences x KV heads x row tiles */
+  int64_t blocks;    /* of tokens, of a sequence as long as the capacity */
+} cut;
+
+static cut cut_of_rows(const nyb_attention *a, int64_t rows) {
+  /* Sixteen rows of wide heads would not fit the registers. */
+  const bool wide = a->key_dim > 128 || a->value_dim > 128;
+  cut c = {.rows = rows, .columns = rows <= 8 || wide ? 8 : 16, .row_room = 1};
+  while (c.row_room < c.columns && c.row_room < rows) c.row_room *= 2;
+  c.row_tiles = (rows + c.columns - 1) / c.columns;
+  c.pairs = a->batch * a->kv_heads * c.row_tiles;
+  c.blocks = (a->capacity_tokens + NYB_DECODE_BLOCK_TOKENS - 1) / NYB_DECODE_BLOCK_TOKENS;
+  return c;
+}
+
+static cut cut_of(const nyb_attention_call *call) {
+  return cut_of_rows(call->attention, call->heads_per_kv * call->attention->query_len);
+}
+
+/* The workspace: statistics first, as the larger part may be large. */
+static int64_t statistics_floats(const cut *c) {
+  return (c->pairs * c->blocks * NYB_DECODE_STATISTICS(c->columns) + 15) / 16 * 16;
+}
+
+static int64_t partial_floats(const cut *c, int64_t value_dim) {
+  return c->pairs * c->blocks * c->columns * value_dim;
+}
+
+/* ---- Which calls ------------------------------------------------------------------------------
+ */
+
+static bool is_16_bit(nyb_dtype dtype) { return dtype == NYB_F16 || dtype == NYB_BF16; }
+
+static int32_t tile_tokens(const nyb_attention *a) {
+  return NYB_DECODE_TILE(a->key_dim * a->k.format.bits / 8, a->value_dim * a->v.format.bits / 8);
+}
+
+static int64_t shared_bytes(const nyb_attention *a, const cut *c) {
+  return NYB_DECODE_SHARED_BYTES(a->key_dim, a->value_dim, a->k.format.bits, a->v.format.bits,
+                                 a->k.format.group_size, a->v.format.group_size,
+                                 (int64_t)nyb_dtype_bytes(a->k.format.dtype),
+                                 (int64_t)nyb_dtype_bytes(a->v.format.dtype), tile_tokens(a),
+                                 NYB_DECODE_STAGES, c->columns, c->row_room);
+}
+
+static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
+  const nyb_attention *a = call->attention;
+  if (a->k.format.scheme != NYB_AFFINE || a->v.format.scheme != NYB_AFFINE ||
+      a->key_dim > MAX_DIM || a->value_dim > MAX_DIM || !is_16_bit(a->q.dtype) ||
+      !is_16_bit(a->out.dtype) || call->heads_per_kv > MAX_ROWS) {
+    return false;
+  }
+  const cut most = cut_of_rows(a, MAX_ROWS);
+  return shared_bytes(a, &most) <= properties->shared_bytes_per_block;
+}
+
+static bool suits(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
+  (void)properties;
+  const cut c = cut_of(call);
+  return c.rows <= MAX_ROWS && (c.blocks == 0 || c.pairs < INT32_MAX / c.blocks);
+}
+
+static int64_t workspace_bytes(const nyb_attention_call *call,
+                               const nyb_cuda_properties *properties) {
+  (void)properties;
+  const nyb_attention *a = call->attention;
+  const int64_t rows = call->heads_per_kv * a->query_len;
+  cut c = cut_of_rows(a, rows < MAX_ROWS ? rows : MAX_ROWS);
+  const int64_t most_pairs = c.blocks == 0 ? c.pairs : INT32_MAX / c.blocks;
+  if (c.pairs > most_pairs) c.pairs = most_pairs;
+  return (statistics_floats(&c) + partial_floats(&c, a->value_dim)) * (int64_t)sizeof(float);
+}
+
+/* ---- Programs and launch ----------------------------------------------------------------------
+ */
+
+static bool is_packed_array(const nyb_attention *a, const void *data, const int64_t stride[3],
+                            int64_t element_bytes, int64_t row_elements) {
+  if (data == NULL) return true; /* planning */
+  if ((uintptr_t)data % 16 != 0) return false;
+  if (a->capacity_tokens > 1 && stride[2] != row_elements) return false;
+  return (a->batch == 1 || stride[0] * element_bytes % 16 == 0) &&
+         (a->kv_heads == 1 || stride[1] * element_bytes % 16 == 0);
+}
+
+/* Whether the tokens of a head follow each other without gaps, from multiples of 16 bytes on. */
+static bool is_packed(const nyb_attention *a, const nyb_stored *stored, int64_t dim) {
+  const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(stored->format.dtype);
+  const int64_t groups = dim / stored->format.group_size;
+  return is_packed_array(a, stored->codes, stored->codes_stride, 4,
+                         dim / 32 * stored->format.bits) &&
+         is_packed_array(a, stored->scales, stored->scales_stride, scale_bytes, groups) &&
+         is_packed_array(a, stored->biases, stored->biases_stride, scale_bytes, groups);
+}
+
+static bool is_aligned_query(const nyb_attention *a) {
+  return (uintptr_t)a->q.data % 16 == 0 && (a->batch == 1 || a->q.stride[0] % 8 == 0) &&
+         (a->query_heads == 1 || a->q.stride[1] % 8 == 0) &&
+         (a->query_len == 1 || a->q.stride[2] % 8 == 0);
+}
+
+static int programs(const nyb_attention_call *call, const nyb_cuda_properties *properties,
+                    nyb_cuda_attention_program programs[NYB_CUDA_ATTENTION_MAX_PROGRAMS]) {
+  (void)properties;
+  const nyb_attention *a = call->attention;
+  const cut c = cut_of(call);
+  programs[0].spec.program = &nyb_cuda_program_attention_decode;
+  programs[0].threads = WARPS * 32;
+  programs[0].dynamic_shared_bytes = (int32_t)shared_bytes(a, &c);
+  int32_t *values = programs[0].spec.values;
+#define NYB_SET(macro, value) values[NYB_CUDA_PARAMETER(attention_decode, macro)] = (int32_t)(value)
+  NYB_SET(KEY_DIM, a->key_dim);
+  NYB_SET(VALUE_DIM, a->value_dim);
+  NYB_SET(KEY_BITS, a->k.format.bits);
+  NYB_SET(VALUE_BITS, a->v.format.bits);
+  NYB_SET(KEY_GROUP, a->k.format.group_size);
+  NYB_SET(VALUE_GROUP, a->v.format.group_size);
+  NYB_SET(QUERY_TYPE, a->q.dtype);
+  NYB_SET(KEY_SCALE_TYPE, a->k.format.dtype);
+  NYB_SET(VALUE_SCALE_TYPE, a->v.format.dtype);
+  NYB_SET(COLUMNS, c.columns);
+  NYB_SET(ROWS, c.row_room);
+  NYB_SET(ROUND_SCORES, a->rounding == NYB_ROUNDING_MLX);
+  NYB_SET(PACKED, is_packed(a, &a->k, a->key_dim) && is_packed(a, &a->v, a->value_dim) &&
+                      is_aligned_query(a));
+#undef NYB_SET
+  programs[1].spec.program = &nyb_cuda_program_attention_merge;
+  programs[1].threads = NYB_MERGE_THREADS;
+  programs[1].spec.values[NYB_CUDA_PARAMETER(attention_merge, VALUE_DIM)] = (int32_t)a->value_dim;
+  programs[1].spec.values[NYB_CUDA_PARAMETER(attention_merge, COLUMNS)] = c.columns;
+  return 2;
+}
+
+static void set_strides(const int64_t elements[3], int64_t element_bytes, long long bytes[3]) {
+  for (int axis = 0; axis < 3; axis++) bytes[axis] = elements[axis] * element_bytes;
+}
+
+static nyb_decode_stored arguments_of_stored(const nyb_stored *stored) {
+  const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(stored->format.dtype);
+  nyb_decode_stored arguments = {
+      .codes = stored->codes, .scales = stored->scales, .biases = stored->biases};
+  set_strides(stored->codes_stride, 4, arguments.codes_stride);
+  set_strides(stored->scales_stride, scale_bytes, arguments.scales_stride);
+  set_strides(stored->biases_stride, scale_bytes, arguments.biases_stride);
+  return arguments;
+}
+
+static nyb_decode_arguments arguments_of(const nyb_attention_call *call, const cut *c,
+                                         void *workspace) {
+  const nyb_attention *a = call->attention;
+  nyb_decode_arguments arguments = {
+      .k = arguments_of_stored(&a->k),
+      .v = arguments_of_stored(&a->v),
+      .q = a->q.data,
+      .out = a->out.data,
+      .lse = a->lse.data,
+      .lengths = a->lengths,
+      .statistics = workspace,
+      .capacity_tokens = a->capacity_tokens,
+      .capacity_blocks = c->blocks,
+      .batch = (int)a->batch,
+      .kv_heads = (int)a->kv_heads,
+      .heads_per_kv = (int)call->heads_per_kv,
+      .query_len = (int)a->query_len,
+      .row_tiles = (int)c->row_tiles,
+      .causal = a->mask == NYB_MASK_CAUSAL,
+      .scale = a->scale,
+      .out_type = (int)a->out.dtype,
+      .merge_groups = 1,
+  };
+  arguments.partials = arguments.statistics + statistics_floats(c);
+  set_strides(a->q.stride, 2, arguments.q_stride);
+  set_strides(a->out.stride, 2, arguments.out_stride);
+  set_strides(a->lse.stride, (int64_t)sizeof(float), arguments.lse_stride);
+  while (arguments.merge_groups < 32 &&
+         arguments.merge_groups * (1 << NYB_DECODE_LEVELS) < c->blocks) {
+    arguments.merge_groups *= 2;
+  }
+  return arguments;
+}
+
+static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
+                         const nyb_cuda_kernel *const *kernels, void *workspace,
+                         nyb_stream stream) {
+  const nyb_attention *a = call->attention;
+  const cut c = cut_of(call);
+  nyb_decode_arguments arguments = arguments_of(call, &c, workspace);
+  /* As many blocks of threads as fit at once deal with all there is. */
+  const int64_t resident =
+      (int64_t)scope->properties->multiprocessors * kernels[0]->blocks_per_multiprocessor;
+  const int64_t units = c.pairs * c.blocks;
+  const int64_t grid[3] = {units < resident ? (units > 0 ? units : 1) : resident, 1, 1};
+  const nyb_status status = nyb_cuda_launch(scope, kernels[0], grid, &arguments, stream, false);
+  if (status != NYB_OK) return status;
+  const int64_t items = NYB_MERGE_THREADS / arguments.merge_groups;
+  const int64_t quads = a->batch * a->kv_heads * c.rows * (a->value_dim / 4);
+  const int64_t merge_grid[3] = {(quads + items - 1) / items, 1, 1};
+  return nyb_cuda_launch(scope, kernels[1], merge_grid, &arguments, stream, true);
+}
+
+const nyb_cuda_attention_kernel nyb_cuda_attention_decode = {
+    .operation = NYB_OPERATION_ATTENTION_DECODE,
+    .reason = "few query rows over an affine cache: codes go through the tensor cores as they are",
+    .tuned = true,
+    .supports = supports,
+    .suits = suits,
+    .workspace_bytes = workspace_bytes,
+    .programs = programs,
+    .launch = launch,
+};
