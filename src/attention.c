@@ -99,43 +99,23 @@ typedef struct call_views {
 
 static call_views views_of(const nyb_attention *a, const nyb_row_layout *key,
                            const nyb_row_layout *value) {
-  call_views v = {.input_count = 0};
-  v.inputs[v.input_count++] =
-      (nyb_view){.owner = "attention.q",
-                 .member = "data",
-                 .data = a->q.data,
-                 .element_bytes = nyb_dtype_bytes(a->q.dtype),
-                 .row_elements = a->key_dim,
-                 .rank = 3,
-                 .shape = {a->batch, a->query_heads, a->query_len},
-                 .stride = {a->q.stride[0], a->q.stride[1], a->q.stride[2]}};
-  v.inputs[v.input_count++] = (nyb_view){.owner = "attention",
-                                         .member = "lengths",
-                                         .data = a->lengths,
-                                         .element_bytes = sizeof *a->lengths,
-                                         .row_elements = a->batch};
-  const int64_t shape[3] = {a->batch, a->kv_heads, a->capacity_tokens};
-  v.input_count += nyb_stored_views(key, &a->k, "attention.k", shape, v.inputs + v.input_count);
-  v.input_count += nyb_stored_views(value, &a->v, "attention.v", shape, v.inputs + v.input_count);
-  v.outputs[v.output_count++] =
-      (nyb_view){.owner = "attention.out",
-                 .member = "data",
-                 .data = a->out.data,
-                 .element_bytes = nyb_dtype_bytes(a->out.dtype),
-                 .row_elements = a->value_dim,
-                 .rank = 3,
-                 .shape = {a->batch, a->query_heads, a->query_len},
-                 .stride = {a->out.stride[0], a->out.stride[1], a->out.stride[2]}};
+  const int64_t query_rows[3] = {a->batch, a->query_heads, a->query_len};
+  const int64_t tokens[3] = {a->batch, a->kv_heads, a->capacity_tokens};
+  call_views v = {.input_count = 2, .output_count = 1};
+  v.inputs[0] = nyb_rows_view("attention.q", "data", a->q.data, nyb_dtype_bytes(a->q.dtype),
+                              a->key_dim, query_rows, a->q.stride);
+  v.inputs[1] = (nyb_view){.owner = "attention",
+                           .member = "lengths",
+                           .data = a->lengths,
+                           .element_bytes = sizeof *a->lengths,
+                           .row_elements = a->batch};
+  v.input_count += nyb_stored_views(key, &a->k, "attention.k", tokens, v.inputs + v.input_count);
+  v.input_count += nyb_stored_views(value, &a->v, "attention.v", tokens, v.inputs + v.input_count);
+  v.outputs[0] = nyb_rows_view("attention.out", "data", a->out.data, nyb_dtype_bytes(a->out.dtype),
+                               a->value_dim, query_rows, a->out.stride);
   if (a->lse.data != NULL) {
-    v.outputs[v.output_count++] =
-        (nyb_view){.owner = "attention.lse",
-                   .member = "data",
-                   .data = a->lse.data,
-                   .element_bytes = sizeof(float),
-                   .row_elements = 1,
-                   .rank = 3,
-                   .shape = {a->batch, a->query_heads, a->query_len},
-                   .stride = {a->lse.stride[0], a->lse.stride[1], a->lse.stride[2]}};
+    v.outputs[v.output_count++] = nyb_rows_view("attention.lse", "data", a->lse.data, sizeof(float),
+                                                1, query_rows, a->lse.stride);
   }
   return v;
 }
@@ -342,7 +322,7 @@ static void narrow(const float *from, int64_t count, void *data, nyb_dtype dtype
 
 void nyb_load_query(const nyb_attention *a, int64_t batch, int64_t head, int64_t row, float *q) {
   const nyb_dtype dtype = a->q.dtype;
-  const int64_t offset = batch * a->q.stride[0] + head * a->q.stride[1] + row * a->q.stride[2];
+  const int64_t offset = nyb_row_offset(a->q.stride, batch, head, row);
   widen((const char *)a->q.data + offset * (int64_t)nyb_dtype_bytes(dtype), dtype, a->key_dim, q);
   if (a->scale == 1) return;
   if (a->rounding == NYB_ROUNDING_EXACT) {
@@ -356,13 +336,10 @@ void nyb_load_query(const nyb_attention *a, int64_t batch, int64_t head, int64_t
 void nyb_store_row(const nyb_attention *a, int64_t batch, int64_t head, int64_t row,
                    const float *values, float lse) {
   const nyb_dtype dtype = a->out.dtype;
-  const int64_t offset =
-      batch * a->out.stride[0] + head * a->out.stride[1] + row * a->out.stride[2];
+  const int64_t offset = nyb_row_offset(a->out.stride, batch, head, row);
   char *out = (char *)a->out.data + offset * (int64_t)nyb_dtype_bytes(dtype);
   narrow(values, a->value_dim, out, dtype);
-  if (a->lse.data != NULL) {
-    ((float *)
-         a->lse.data)[batch * a->lse.stride[0] + head * a->lse.stride[1] + row * a->lse.stride[2]] =
-        lse;
-  }
+  if (a->lse.data == NULL) return;
+  float *lses = a->lse.data;
+  lses[nyb_row_offset(a->lse.stride, batch, head, row)] = lse;
 }

@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 
 #include "attention.h"
+#include "format.h"
 #include "numeric.h"
 
 typedef struct compat_run {
@@ -29,37 +30,13 @@ int64_t nyb_attention_compat_workspace(const nyb_attention_call *call) {
   return call->context->threads * worker_bytes(call->attention);
 }
 
-/* One stored row, and its element d as the products of section 2 see it: scale * code + bias. */
-typedef struct stored_row {
-  const nyb_format *format;
-  const uint8_t *codes;
-  const void *scales, *biases;
-} stored_row;
-
-static stored_row row_at(const nyb_stored *stored, int64_t batch, int64_t head, int64_t token) {
-  const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(stored->format.dtype);
-  const int64_t code_bytes = stored->format.scheme == NYB_AFFINE ? 4 : scale_bytes;
-  stored_row row = {.format = &stored->format};
-#define NYB_AT(array, bytes)                                               \
-  ((const uint8_t *)stored->array +                                        \
-   (batch * stored->array##_stride[0] + head * stored->array##_stride[1] + \
-    token * stored->array##_stride[2]) *                                   \
-       (bytes))
-  row.codes = NYB_AT(codes, code_bytes);
-  if (stored->format.scheme == NYB_AFFINE) {
-    row.scales = NYB_AT(scales, scale_bytes);
-    row.biases = NYB_AT(biases, scale_bytes);
-  }
-#undef NYB_AT
-  return row;
-}
-
-static float element_at(const stored_row *row, int64_t d) {
-  const nyb_format *format = row->format;
+/* Element d of a stored row as the products of section 2 see it: scale * code + bias. */
+static float element_at(const nyb_format *format, const nyb_stored_row *row, int64_t d) {
   if (format->scheme == NYB_PLAIN) return nyb_load_f32(row->codes, format->dtype, d);
+  const uint8_t *codes = (const uint8_t *)row->codes;
   const int64_t bit = d * format->bits;
-  uint32_t window = row->codes[bit / 8];
-  if (bit % 8 + format->bits > 8) window |= (uint32_t)row->codes[bit / 8 + 1] << 8;
+  uint32_t window = codes[bit / 8];
+  if (bit % 8 + format->bits > 8) window |= (uint32_t)codes[bit / 8 + 1] << 8;
   const uint32_t code = (window >> (bit % 8)) & ((1u << format->bits) - 1);
   const int64_t group = d / format->group_size;
   return nyb_load_f32(row->scales, format->dtype, group) * (float)code +
@@ -81,9 +58,9 @@ static void attend_row(const compat_run *run, int64_t index, char *memory) {
   nyb_load_query(a, batch, head, row, q);
   float maximum = -INFINITY;
   for (int64_t n = 0; n < visible; n++) {
-    const stored_row key = row_at(&a->k, batch, kv_head, n);
+    const nyb_stored_row key = nyb_stored_row_at(&a->k, batch, kv_head, n);
     float score = 0;
-    for (int64_t d = 0; d < a->key_dim; d++) score += q[d] * element_at(&key, d);
+    for (int64_t d = 0; d < a->key_dim; d++) score += q[d] * element_at(&a->k.format, &key, d);
     scores[n] = nyb_round_to(round_to, score);
     if (scores[n] > maximum) maximum = scores[n]; /* a NaN is no maximum, but makes the sum NaN */
   }
@@ -98,8 +75,8 @@ static void attend_row(const compat_run *run, int64_t index, char *memory) {
   for (int64_t d = 0; d < a->value_dim; d++) out[d] = 0;
   for (int64_t n = 0; n < visible; n++) {
     const float p = nyb_round_to(round_to, scores[n] * reciprocal);
-    const stored_row value = row_at(&a->v, batch, kv_head, n);
-    for (int64_t d = 0; d < a->value_dim; d++) out[d] += p * element_at(&value, d);
+    const nyb_stored_row value = nyb_stored_row_at(&a->v, batch, kv_head, n);
+    for (int64_t d = 0; d < a->value_dim; d++) out[d] += p * element_at(&a->v.format, &value, d);
   }
   nyb_store_row(a, batch, head, row, out, visible == 0 ? -INFINITY : maximum + logf(sum));
 }

@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "attention.h"
+#include "format.h"
 
 enum {
   SHARES_PER_THREAD = 4,                /* a unit of more work than a share of the call is split */
@@ -198,28 +199,21 @@ static void prepare_queries(const fused_run *run, const unit *u, const worker_me
 
 static nyb_tile_tokens tile_of(const nyb_stored *stored, int64_t dim, const unit *u, int64_t first,
                                int64_t tokens) {
-  const int64_t code_bytes =
-      stored->format.scheme == NYB_AFFINE ? 4 : (int64_t)nyb_dtype_bytes(stored->format.dtype);
+  const bool affine = stored->format.scheme == NYB_AFFINE;
   const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(stored->format.dtype);
-#define NYB_FIRST(array, bytes)                                                     \
-  ((const char *)stored->array +                                                    \
-   (u->batch * stored->array##_stride[0] + u->kv_head * stored->array##_stride[1] + \
-    first * stored->array##_stride[2]) *                                            \
-       (bytes))
-  nyb_tile_tokens tile = {.codes = NYB_FIRST(codes, code_bytes),
-                          .codes_stride_bytes = stored->codes_stride[2] * code_bytes,
-                          .dim = dim,
-                          .group_size = stored->format.group_size,
-                          .scale_dtype = stored->format.dtype,
-                          .tokens = tokens};
-  if (stored->format.scheme == NYB_AFFINE) {
-    tile.scales = NYB_FIRST(scales, scale_bytes);
-    tile.biases = NYB_FIRST(biases, scale_bytes);
-    tile.scales_stride_bytes = stored->scales_stride[2] * scale_bytes;
-    tile.biases_stride_bytes = stored->biases_stride[2] * scale_bytes;
-  }
-#undef NYB_FIRST
-  return tile;
+  const nyb_stored_row row = nyb_stored_row_at(stored, u->batch, u->kv_head, first);
+  return (nyb_tile_tokens){
+      .codes = row.codes,
+      .scales = row.scales,
+      .biases = row.biases,
+      .codes_stride_bytes = stored->codes_stride[2] * (affine ? 4 : scale_bytes),
+      .scales_stride_bytes = affine ? stored->scales_stride[2] * scale_bytes : 0,
+      .biases_stride_bytes = affine ? stored->biases_stride[2] * scale_bytes : 0,
+      .dim = dim,
+      .group_size = stored->format.group_size,
+      .scale_dtype = stored->format.dtype,
+      .tokens = tokens,
+  };
 }
 
 /* Scales and biases are few lines, which are asked for here; codes are left to the kernel. */

@@ -213,11 +213,8 @@ static nyb_status check_options(const nyb_cache_options *options, nyb_cache *mad
   status = fill_part(&made->part[NYB_VALUE], &options->value_format, "options.value_format",
                      options->value_dim, "options.value_dim");
   if (status != NYB_OK) return status;
-  if (options->rule != NYB_RULE_MLX_CPU && options->rule != NYB_RULE_MLX_GPU) {
-    return nyb_fail(NYB_ERROR_ENUM,
-                    "options.rule is %d; it must be NYB_RULE_MLX_CPU or NYB_RULE_MLX_GPU",
-                    (int)options->rule);
-  }
+  status = nyb_check_rule("options.rule", options->rule);
+  if (status != NYB_OK) return status;
   if (options->reserved != 0) {
     return nyb_fail(NYB_ERROR_VALUE, "options.reserved is %d; it must be 0",
                     (int)options->reserved);
@@ -275,6 +272,8 @@ void nyb_cache_destroy(nyb_cache *cache) {
 
 /* ---- Append ------------------------------------------------------------------------------- */
 
+static const char *const part_names[NYB_CACHE_PARTS] = {"append.key", "append.value"};
+
 /* Rows are numbered through: those of K before those of V, then by sequence, head and token. */
 typedef struct append_work {
   const nyb_cache *cache;
@@ -283,7 +282,7 @@ typedef struct append_work {
   const nyb_input *input[NYB_CACHE_PARTS];
   nyb_quantize_fn kernel[NYB_CACHE_PARTS];
   int64_t rows, rows_per_task;
-  _Atomic int64_t first_bad_row; /* or rows */
+  _Atomic int64_t first_refused; /* or rows */
 } append_work;
 
 typedef struct row_place {
@@ -317,8 +316,7 @@ static nyb_quantize_span span_at(const append_work *work, const row_place *at, i
   const nyb_cache *cache = work->cache;
   const nyb_cache_part *part = &cache->part[at->part];
   const nyb_input *input = work->input[at->part];
-  const int64_t element =
-      at->sequence * input->stride[0] + at->head * input->stride[1] + at->token * input->stride[2];
+  const int64_t element = nyb_row_offset(input->stride, at->sequence, at->head, at->token);
   char *array[NYB_CACHE_ARRAYS];
   for (int i = 0; i < NYB_CACHE_ARRAYS; i++) {
     array[i] = work->target->array[at->part][i];
@@ -339,14 +337,6 @@ static nyb_quantize_span span_at(const append_work *work, const row_place *at, i
   };
 }
 
-static void note_bad_row(append_work *work, int64_t row) {
-  int64_t first = atomic_load_explicit(&work->first_bad_row, memory_order_relaxed);
-  while (row < first &&
-         !atomic_compare_exchange_weak_explicit(&work->first_bad_row, &first, row,
-                                                memory_order_relaxed, memory_order_relaxed)) {
-  }
-}
-
 static void append_rows(void *task_data, int64_t task) {
   append_work *work = task_data;
   const int64_t end = smaller(work->rows, (task + 1) * work->rows_per_task);
@@ -359,7 +349,7 @@ static void append_rows(void *task_data, int64_t task) {
     const nyb_quantize_span span = span_at(work, &place, rows);
     const int64_t done = work->kernel[place.part](&span);
     if (done != span.groups) {
-      note_bad_row(work, row + done / part->layout.groups);
+      nyb_note_refused(&work->first_refused, row + done / part->layout.groups);
       return;
     }
     row += rows;
@@ -368,12 +358,10 @@ static void append_rows(void *task_data, int64_t task) {
 }
 
 static nyb_status refuse_row(const append_work *work, int64_t row) {
-  const row_place place = place_of(work, row);
-  const nyb_quantize_span span = span_at(work, &place, 1);
-  char where[128];
-  snprintf(where, sizeof where, "append.%s at batch %" PRId64 ", head %" PRId64 ", token %" PRId64,
-           place.part == NYB_KEY ? "key" : "value", place.sequence, place.head, place.token);
-  return nyb_quantize_refuse(&span, work->kernel[place.part](&span), where);
+  const row_place at = place_of(work, row);
+  const nyb_quantize_span span = span_at(work, &at, 1);
+  return nyb_quantize_refuse(&span, work->kernel[at.part], part_names[at.part], at.sequence,
+                             at.head, at.token);
 }
 
 /* Quantizes into target, beyond the lengths, where a failure leaves nothing that counts. */
@@ -391,7 +379,7 @@ static nyb_status fill(const nyb_cache *cache, const nyb_cache_storage *target,
     work.kernel[part] = (nyb_quantize_fn)nyb_kernel_for(cache->context, NYB_OPERATION_QUANTIZE,
                                                         cache->part[part].layout.id);
   }
-  atomic_init(&work.first_bad_row, work.rows);
+  atomic_init(&work.first_refused, work.rows);
   work.rows_per_task = larger(1, NYB_APPEND_TASK_ELEMENTS / larger(key_dim, value_dim));
   const int64_t tasks = (work.rows - 1) / work.rows_per_task + 1;
   if (tasks <= 2) {
@@ -399,26 +387,19 @@ static nyb_status fill(const nyb_cache *cache, const nyb_cache_storage *target,
   } else {
     nyb_parallel(cache->context, tasks, append_rows, &work);
   }
-  const int64_t bad_row = atomic_load_explicit(&work.first_bad_row, memory_order_relaxed);
-  return bad_row < work.rows ? refuse_row(&work, bad_row) : NYB_OK;
+  const int64_t refused = atomic_load_explicit(&work.first_refused, memory_order_relaxed);
+  return refused < work.rows ? refuse_row(&work, refused) : NYB_OK;
 }
 
 static nyb_status check_input(const nyb_cache *cache, int part, const nyb_input *input,
                               int64_t tokens) {
-  const char *owner = part == NYB_KEY ? "append.key" : "append.value";
   nyb_status status =
       nyb_check_dtype(part == NYB_KEY ? "append.key.dtype" : "append.value.dtype", input->dtype);
   if (status != NYB_OK) return status;
-  const nyb_view view = {
-      .owner = owner,
-      .member = "data",
-      .data = input->data,
-      .element_bytes = nyb_dtype_bytes(input->dtype),
-      .row_elements = cache->part[part].dim,
-      .rank = 3,
-      .shape = {cache->batch, cache->kv_heads, tokens},
-      .stride = {input->stride[0], input->stride[1], input->stride[2]},
-  };
+  const int64_t shape[3] = {cache->batch, cache->kv_heads, tokens};
+  const nyb_view view =
+      nyb_rows_view(part_names[part], "data", input->data, nyb_dtype_bytes(input->dtype),
+                    cache->part[part].dim, shape, input->stride);
   nyb_extent extent;
   status = nyb_extent_of(&view, &extent);
   if (status != NYB_OK || cache->storage.block == NULL) return status;
@@ -442,10 +423,8 @@ static nyb_status check_append(const nyb_cache *cache, const nyb_append *append)
     return nyb_fail(NYB_ERROR_SHAPE, "append.tokens is %" PRId64 "; it must not be negative",
                     append->tokens);
   }
-  if (append->non_finite != NULL && !on_cuda(cache)) {
-    return nyb_fail(NYB_ERROR_VALUE, "append.non_finite is %p; it must be NULL on the CPU",
-                    (void *)append->non_finite);
-  }
+  status = nyb_check_flag(cache->context, "append.non_finite", append->non_finite);
+  if (status != NYB_OK) return status;
   const int64_t length = nyb_cache_longest(cache);
   if (append->tokens > cache->limit_tokens - length) {
     return nyb_fail(NYB_ERROR_LENGTH,

@@ -15,7 +15,7 @@ static bool affine_id(int32_t bits, nyb_format_id *id) {
   }
 }
 
-static nyb_format_id plain_id(nyb_dtype dtype) {
+nyb_format_id nyb_plain_format(nyb_dtype dtype) {
   switch (dtype) {
     case NYB_F16: return NYB_FORMAT_PLAIN_F16;
     case NYB_BF16: return NYB_FORMAT_PLAIN_BF16;
@@ -38,7 +38,7 @@ static nyb_status check_plain(const nyb_format *format, const char *field, int64
   const size_t element_bytes = nyb_dtype_bytes(format->dtype);
   const int64_t row_bytes = dim * (int64_t)element_bytes;
   *layout = (nyb_row_layout){
-      .id = plain_id(format->dtype),
+      .id = nyb_plain_format(format->dtype),
       .bits = (int32_t)element_bytes * 8,
       .group_size = 1,
       .groups = dim,
@@ -113,31 +113,31 @@ int64_t nyb_format_row_bytes(const nyb_format *format, int64_t dim) {
   return nyb_format_check(format, "format", dim, "dim", &layout) == NYB_OK ? layout.row_bytes : -1;
 }
 
-static nyb_view stored_view(const char *owner, const char *member, const void *data,
-                            size_t element_bytes, int64_t row_elements, const int64_t shape[3],
-                            const int64_t stride[3]) {
-  return (nyb_view){
-      .owner = owner,
-      .member = member,
-      .data = data,
-      .element_bytes = element_bytes,
-      .row_elements = row_elements,
-      .rank = 3,
-      .shape = {shape[0], shape[1], shape[2]},
-      .stride = {stride[0], stride[1], stride[2]},
-  };
-}
-
 int nyb_stored_views(const nyb_row_layout *layout, const nyb_stored *stored, const char *owner,
                      const int64_t shape[3], nyb_view views[NYB_STORED_MAX_VIEWS]) {
-  views[0] = stored_view(owner, "codes", stored->codes, layout->code_bytes, layout->codes, shape,
-                         stored->codes_stride);
+  views[0] = nyb_rows_view(owner, "codes", stored->codes, layout->code_bytes, layout->codes, shape,
+                           stored->codes_stride);
   if (!layout->affine) return 1;
-  views[1] = stored_view(owner, "scales", stored->scales, layout->scale_bytes, layout->groups,
-                         shape, stored->scales_stride);
-  views[2] = stored_view(owner, "biases", stored->biases, layout->scale_bytes, layout->groups,
-                         shape, stored->biases_stride);
+  views[1] = nyb_rows_view(owner, "scales", stored->scales, layout->scale_bytes, layout->groups,
+                           shape, stored->scales_stride);
+  views[2] = nyb_rows_view(owner, "biases", stored->biases, layout->scale_bytes, layout->groups,
+                           shape, stored->biases_stride);
   return 3;
+}
+
+nyb_stored_row nyb_stored_row_at(const nyb_stored *stored, int64_t batch, int64_t head,
+                                 int64_t token) {
+  const bool affine = stored->format.scheme == NYB_AFFINE;
+  const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(stored->format.dtype);
+  const int64_t code_bytes = affine ? (int64_t)sizeof(uint32_t) : scale_bytes;
+  nyb_stored_row row = {.codes = stored->codes};
+  row.codes += nyb_row_offset(stored->codes_stride, batch, head, token) * code_bytes;
+  if (!affine) return row;
+  row.scales = stored->scales;
+  row.scales += nyb_row_offset(stored->scales_stride, batch, head, token) * scale_bytes;
+  row.biases = stored->biases;
+  row.biases += nyb_row_offset(stored->biases_stride, batch, head, token) * scale_bytes;
+  return row;
 }
 
 nyb_stored nyb_stored_from_output(const nyb_stored_output *output) {

@@ -6,6 +6,9 @@
 #include "kernels.h"
 #include "views.h"
 
+/* The format of plain rows of that dtype. */
+nyb_format_id nyb_plain_format(nyb_dtype dtype);
+
 /* What one row of a checked format takes. */
 typedef struct nyb_row_layout {
   nyb_format_id id;
@@ -31,6 +34,13 @@ nyb_status nyb_format_check(const nyb_format *format, const char *field, int64_t
 enum { NYB_STORED_MAX_VIEWS = 3 };
 int nyb_stored_views(const nyb_row_layout *layout, const nyb_stored *stored, const char *owner,
                      const int64_t shape[3], nyb_view views[NYB_STORED_MAX_VIEWS]);
+
+/* Where one of those rows begins; scales and biases are NULL for plain rows. */
+typedef struct nyb_stored_row {
+  const char *codes, *scales, *biases;
+} nyb_stored_row;
+nyb_stored_row nyb_stored_row_at(const nyb_stored *stored, int64_t batch, int64_t head,
+                                 int64_t token);
 
 /* What is stored is read through const; the library writes only to what the caller gave as an
  * output. */

@@ -134,15 +134,6 @@ static nyb_path choose_path(const nyb_context *context, const nyb_geglu *geglu) 
   return context->geglu_path != NYB_PATH_AUTO ? context->geglu_path : NYB_PATH_FUSED;
 }
 
-static nyb_format_id plain_format(nyb_dtype dtype) {
-  switch (dtype) {
-    case NYB_F16: return NYB_FORMAT_PLAIN_F16;
-    case NYB_BF16: return NYB_FORMAT_PLAIN_BF16;
-    case NYB_F32: break;
-  }
-  return NYB_FORMAT_PLAIN_F32;
-}
-
 static void run_here(nyb_context *context, work *w, nyb_path path, nyb_format_id format) {
   const nyb_geglu *geglu = &w->geglu;
   if (path == NYB_PATH_FUSED) {
@@ -168,7 +159,7 @@ nyb_status nyb_geglu_run(nyb_context *context, const nyb_geglu *geglu, nyb_strea
   work w = {.geglu = *geglu};
   join_rows(&w.geglu);
   const nyb_path path = choose_path(context, geglu);
-  const nyb_format_id format = plain_format(geglu->dtype);
+  const nyb_format_id format = nyb_plain_format(geglu->dtype);
   if (nyb_on_cuda(context)) {
     status = nyb_cuda_geglu_run(context, &w.geglu, path, stream);
     if (status != NYB_OK) return status;

@@ -50,16 +50,9 @@ static nyb_status check_shape(direction way, rows_call *call) {
 static nyb_status check_memory(direction way, const rows_call *call) {
   nyb_view views[1 + NYB_STORED_MAX_VIEWS];
   nyb_extent extents[1 + NYB_STORED_MAX_VIEWS];
-  views[0] = (nyb_view){
-      .owner = way == QUANTIZE ? "quantize.input" : "dequantize.output",
-      .member = "data",
-      .data = call->floats.data,
-      .element_bytes = nyb_dtype_bytes(call->floats.dtype),
-      .row_elements = call->dim,
-      .rank = 3,
-      .shape = {call->shape[0], call->shape[1], call->shape[2]},
-      .stride = {call->floats.stride[0], call->floats.stride[1], call->floats.stride[2]},
-  };
+  views[0] = nyb_rows_view(way == QUANTIZE ? "quantize.input" : "dequantize.output", "data",
+                           call->floats.data, nyb_dtype_bytes(call->floats.dtype), call->dim,
+                           call->shape, call->floats.stride);
   const int count = 1 + nyb_stored_views(&call->layout, &call->stored,
                                          way == QUANTIZE ? "quantize.output" : "dequantize.input",
                                          call->shape, &views[1]);
@@ -144,10 +137,13 @@ static void indices_of_row(const rows_call *call, int64_t row, int64_t indices[3
   indices[0] = row / call->shape[2] / call->shape[1];
 }
 
-/* Where a row begins, in bytes from data. */
-static int64_t row_offset(const int64_t indices[3], const int64_t stride[3], size_t element_bytes) {
-  return (indices[0] * stride[0] + indices[1] * stride[1] + indices[2] * stride[2]) *
-         (int64_t)element_bytes;
+static const char *float_row(const rows_call *call, const int64_t indices[3]) {
+  const int64_t offset = nyb_row_offset(call->floats.stride, indices[0], indices[1], indices[2]);
+  return (const char *)call->floats.data + offset * (int64_t)nyb_dtype_bytes(call->floats.dtype);
+}
+
+static nyb_stored_row stored_row(const rows_call *call, const int64_t indices[3]) {
+  return nyb_stored_row_at(&call->stored, indices[0], indices[1], indices[2]);
 }
 
 /* Calls visit(work, row, rows) for each run of adjacent rows of a task, until it returns false. */
@@ -168,46 +164,30 @@ static void visit_task(const rows_call *call, int64_t task, visit_run visit, voi
 
 typedef struct quantize_work {
   rows_call call;
-  nyb_stored_output output;
   nyb_rule rule;
   nyb_quantize_fn kernel;
   bool write;
-  _Atomic int64_t first_bad_row; /* or call.rows */
+  _Atomic int64_t first_refused; /* or call.rows */
 } quantize_work;
 
 static nyb_quantize_span quantize_span(const quantize_work *work, int64_t row, int64_t rows) {
   const rows_call *call = &work->call;
-  const nyb_row_layout *layout = &call->layout;
-  const nyb_stored_output *output = &work->output;
   int64_t indices[3];
   indices_of_row(call, row, indices);
   nyb_quantize_span span = {
-      .input = (const char *)call->floats.data +
-               row_offset(indices, call->floats.stride, nyb_dtype_bytes(call->floats.dtype)),
+      .input = float_row(call, indices),
       .input_dtype = call->floats.dtype,
-      .groups = rows * layout->groups,
-      .group_size = layout->group_size,
+      .groups = rows * call->layout.groups,
+      .group_size = call->layout.group_size,
       .rule = work->rule,
-      .scale_dtype = output->format.dtype,
+      .scale_dtype = call->stored.format.dtype,
   };
   if (!work->write) return span;
-  span.codes =
-      (char *)output->codes + row_offset(indices, output->codes_stride, layout->code_bytes);
-  if (layout->affine) {
-    span.scales =
-        (char *)output->scales + row_offset(indices, output->scales_stride, layout->scale_bytes);
-    span.biases =
-        (char *)output->biases + row_offset(indices, output->biases_stride, layout->scale_bytes);
-  }
+  const nyb_stored_row stored = stored_row(call, indices); /* an output, as the caller gave it */
+  span.codes = (void *)(uintptr_t)stored.codes;
+  span.scales = (void *)(uintptr_t)stored.scales;
+  span.biases = (void *)(uintptr_t)stored.biases;
   return span;
-}
-
-static void note_bad_row(quantize_work *work, int64_t row) {
-  int64_t first = atomic_load_explicit(&work->first_bad_row, memory_order_relaxed);
-  while (row < first &&
-         !atomic_compare_exchange_weak_explicit(&work->first_bad_row, &first, row,
-                                                memory_order_relaxed, memory_order_relaxed)) {
-  }
 }
 
 static bool quantize_rows(void *visited, int64_t row, int64_t rows) {
@@ -215,7 +195,7 @@ static bool quantize_rows(void *visited, int64_t row, int64_t rows) {
   const nyb_quantize_span span = quantize_span(work, row, rows);
   const int64_t done = work->kernel(&span);
   if (done == span.groups) return true;
-  note_bad_row(work, row + done / work->call.layout.groups);
+  nyb_note_refused(&work->first_refused, row + done / work->call.layout.groups);
   return false;
 }
 
@@ -224,8 +204,12 @@ static void quantize_task(void *task_data, int64_t index) {
   visit_task(&work->call, index, quantize_rows, work);
 }
 
-nyb_status nyb_quantize_refuse(const nyb_quantize_span *span, int64_t group, const char *where) {
-  const int64_t first = group * span->group_size;
+nyb_status nyb_quantize_refuse(const nyb_quantize_span *span, nyb_quantize_fn kernel,
+                               const char *tensor, int64_t batch, int64_t head, int64_t token) {
+  const int64_t group = kernel(span), first = group * span->group_size;
+  char where[128];
+  snprintf(where, sizeof where, "%s at batch %lld, head %lld, token %lld", tensor, (long long)batch,
+           (long long)head, (long long)token);
   float minimum = INFINITY, maximum = -INFINITY;
   for (int64_t element = first; element < first + span->group_size; element++) {
     const float value = nyb_load_f32(span->input, span->input_dtype, element);
@@ -247,36 +231,38 @@ nyb_status nyb_quantize_refuse(const nyb_quantize_span *span, int64_t group, con
                   where, (long long)group, (double)minimum, (double)maximum);
 }
 
-static nyb_status refuse_row(quantize_work *work, int64_t row) {
-  char where[128];
+static nyb_status refuse_row(const quantize_work *work, int64_t row) {
   int64_t indices[3];
   indices_of_row(&work->call, row, indices);
-  snprintf(where, sizeof where, "quantize.input at batch %lld, head %lld, token %lld",
-           (long long)indices[0], (long long)indices[1], (long long)indices[2]);
   const nyb_quantize_span span = quantize_span(work, row, 1);
-  return nyb_quantize_refuse(&span, work->kernel(&span), where);
+  return nyb_quantize_refuse(&span, work->kernel, "quantize.input", indices[0], indices[1],
+                             indices[2]);
+}
+
+nyb_status nyb_check_rule(const char *field, nyb_rule rule) {
+  if (rule == NYB_RULE_MLX_CPU || rule == NYB_RULE_MLX_GPU) return NYB_OK;
+  return nyb_fail(NYB_ERROR_ENUM, "%s is %d; it must be NYB_RULE_MLX_CPU or NYB_RULE_MLX_GPU",
+                  field, (int)rule);
+}
+
+nyb_status nyb_check_flag(const nyb_context *context, const char *field, const int32_t *flag) {
+  if (flag == NULL || nyb_on_cuda(context)) return NYB_OK;
+  return nyb_fail(NYB_ERROR_VALUE, "%s is %p; it must be NULL on the CPU", field, (void *)flag);
 }
 
 static nyb_status check_quantize(const nyb_context *context, const nyb_quantize *quantize,
                                  quantize_work *work) {
-  const nyb_status status =
+  nyb_status status =
       nyb_check_struct("quantize", quantize, quantize->struct_size, sizeof *quantize);
+  if (status == NYB_OK) status = nyb_check_rule("quantize.rule", quantize->rule);
   if (status != NYB_OK) return status;
-  if (quantize->rule != NYB_RULE_MLX_CPU && quantize->rule != NYB_RULE_MLX_GPU) {
-    return nyb_fail(NYB_ERROR_ENUM,
-                    "quantize.rule is %d; it must be NYB_RULE_MLX_CPU or NYB_RULE_MLX_GPU",
-                    (int)quantize->rule);
-  }
   if (quantize->reserved != 0) {
     return nyb_fail(NYB_ERROR_VALUE, "quantize.reserved is %d; it must be 0",
                     (int)quantize->reserved);
   }
-  if (quantize->non_finite != NULL && !nyb_on_cuda(context)) {
-    return nyb_fail(NYB_ERROR_VALUE, "quantize.non_finite is %p; it must be NULL on the CPU",
-                    (void *)quantize->non_finite);
-  }
+  status = nyb_check_flag(context, "quantize.non_finite", quantize->non_finite);
+  if (status != NYB_OK) return status;
   work->rule = quantize->rule;
-  work->output = quantize->output;
   work->call = (rows_call){
       .shape = {quantize->batch, quantize->heads, quantize->tokens},
       .dim = quantize->dim,
@@ -291,10 +277,10 @@ static nyb_status quantize_here(nyb_context *context, quantize_work *work) {
   const int64_t tasks = task_count(&work->call);
   work->kernel =
       (nyb_quantize_fn)nyb_kernel_for(context, NYB_OPERATION_QUANTIZE, work->call.layout.id);
-  atomic_init(&work->first_bad_row, work->call.rows);
+  atomic_init(&work->first_refused, work->call.rows);
   nyb_parallel(context, tasks, quantize_task, work);
-  const int64_t bad_row = atomic_load_explicit(&work->first_bad_row, memory_order_relaxed);
-  if (bad_row < work->call.rows) return refuse_row(work, bad_row);
+  const int64_t refused = atomic_load_explicit(&work->first_refused, memory_order_relaxed);
+  if (refused < work->call.rows) return refuse_row(work, refused);
   work->write = true;
   nyb_parallel(context, tasks, quantize_task, work);
   return NYB_OK;
@@ -320,33 +306,25 @@ nyb_status nyb_quantize_run(nyb_context *context, const nyb_quantize *quantize, 
 
 typedef struct dequantize_work {
   rows_call call;
-  nyb_output output;
   nyb_dequantize_fn kernel;
 } dequantize_work;
 
 static bool dequantize_rows(void *visited, int64_t row, int64_t rows) {
   const dequantize_work *work = visited;
-  const nyb_row_layout *layout = &work->call.layout;
-  const nyb_stored *stored = &work->call.stored;
-  const nyb_output *output = &work->output;
+  const rows_call *call = &work->call;
   int64_t indices[3];
-  indices_of_row(&work->call, row, indices);
-  nyb_dequantize_span span = {
-      .codes = (const char *)stored->codes +
-               row_offset(indices, stored->codes_stride, layout->code_bytes),
-      .scale_dtype = stored->format.dtype,
-      .groups = rows * layout->groups,
-      .group_size = layout->group_size,
-      .output = (char *)output->data +
-                row_offset(indices, output->stride, nyb_dtype_bytes(output->dtype)),
-      .output_dtype = output->dtype,
+  indices_of_row(call, row, indices);
+  const nyb_stored_row stored = stored_row(call, indices);
+  const nyb_dequantize_span span = {
+      .codes = stored.codes,
+      .scales = stored.scales,
+      .biases = stored.biases,
+      .scale_dtype = call->stored.format.dtype,
+      .groups = rows * call->layout.groups,
+      .group_size = call->layout.group_size,
+      .output = (void *)(uintptr_t)float_row(call, indices), /* as the caller gave it */
+      .output_dtype = call->floats.dtype,
   };
-  if (layout->affine) {
-    span.scales = (const char *)stored->scales +
-                  row_offset(indices, stored->scales_stride, layout->scale_bytes);
-    span.biases = (const char *)stored->biases +
-                  row_offset(indices, stored->biases_stride, layout->scale_bytes);
-  }
   work->kernel(&span);
   return true;
 }
@@ -361,7 +339,6 @@ static nyb_status check_dequantize(const nyb_dequantize *dequantize, dequantize_
       nyb_check_struct("dequantize", dequantize, dequantize->struct_size, sizeof *dequantize);
   if (status != NYB_OK) return status;
   const nyb_output *output = &dequantize->output;
-  work->output = *output;
   work->call = (rows_call){
       .shape = {dequantize->batch, dequantize->heads, dequantize->tokens},
       .dim = dequantize->dim,

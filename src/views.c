@@ -3,6 +3,21 @@
 
 #include "context.h"
 
+nyb_view nyb_rows_view(const char *owner, const char *member, const void *data,
+                       size_t element_bytes, int64_t row_elements, const int64_t shape[3],
+                       const int64_t stride[3]) {
+  return (nyb_view){
+      .owner = owner,
+      .member = member,
+      .data = data,
+      .element_bytes = element_bytes,
+      .row_elements = row_elements,
+      .rank = 3,
+      .shape = {shape[0], shape[1], shape[2]},
+      .stride = {stride[0], stride[1], stride[2]},
+  };
+}
+
 static bool multiply(int64_t a, int64_t b, int64_t *product) {
   return !__builtin_mul_overflow(a, b, product);
 }

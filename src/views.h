@@ -23,6 +23,17 @@ typedef struct nyb_view {
   int64_t stride[NYB_VIEW_MAX_RANK]; /* elements; ignored where shape is 1 */
 } nyb_view;
 
+/* Rows [batch, head, row] of a tensor. */
+nyb_view nyb_rows_view(const char *owner, const char *member, const void *data,
+                       size_t element_bytes, int64_t row_elements, const int64_t shape[3],
+                       const int64_t stride[3]);
+
+/* Elements from its data to one of its rows. */
+static inline int64_t nyb_row_offset(const int64_t stride[3], int64_t batch, int64_t head,
+                                     int64_t row) {
+  return batch * stride[0] + head * stride[1] + row * stride[2];
+}
+
 /* The memory that a view reaches: [begin, end); an empty view has begin == end. Seen finely, it is
  * rows of row_bytes that start multiples of pitch_bytes apart; seen coarsely, blocks of block_bytes
  * that start period_bytes apart, its largest stride (both are 0 where it is all one). */
