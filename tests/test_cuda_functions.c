@@ -62,7 +62,8 @@ static void test_split(void **state) {
     for (int j = 0; j < COUNT; j++) {
       for (int64_t index = numbers[i] - 1; index <= numbers[i]; index++) {
         int64_t rest;
-        assert_true(nyb_split(index, numbers[j], &rest) == index / numbers[j]);
+        const nyb_divider divider = nyb_divider_of(numbers[j]);
+        assert_true(nyb_split(index, &divider, &rest) == index / numbers[j]);
         assert_true(rest == index % numbers[j]);
       }
     }
@@ -75,8 +76,7 @@ enum { MOST_ELEMENTS = 128, MOST_LANES = MOST_ELEMENTS / NYB_LANE_ELEMENTS };
 
 typedef struct stored_group {
   uint8_t codes[MOST_ELEMENTS];
-  uint32_t scale, bias;
-  bool storable;
+  uint32_t scale, bias, storable;
 } stored_group;
 
 static uint32_t stored_bits(nyb_dtype dtype, float value) {
@@ -112,7 +112,7 @@ static void quantize_by_lanes(const nyb_quantize_span *span, int bits, stored_gr
   for (int lane = 0; lane < lanes; lane++) {
     const nyb_scaling scaling =
         nyb_scaling_of(range[lane], span->rule, highest_code, span->scale_dtype);
-    group->storable = scaling.storable;
+    group->storable = (uint32_t)scaling.storable;
     if (!scaling.storable) continue;
     const uint64_t stream = nyb_codes_of(values[lane], scaling, span->rule, bits);
     for (int i = 0; i < bits; i++) group->codes[lane * bits + i] = (uint8_t)(stream >> (8 * i));
@@ -126,7 +126,7 @@ static void quantize_by_scalar(const nyb_quantize_span *given, nyb_quantize_fn k
   nyb_quantize_span span = *given;
   memset(group, 0, sizeof *group);
   group->storable = kernel(&span) == 1;
-  if (!group->storable) return;
+  if (group->storable == 0) return;
   span.codes = group->codes;
   span.scales = &group->scale;
   span.biases = &group->bias;
@@ -227,11 +227,10 @@ static void test_dequantize(void **state) {
     for (int lane = 0; lane < 4; lane++) {
       uint64_t stream = 0;
       for (int i = 0; i < bits; i++) stream |= (uint64_t)codes[lane * bits + i] << (8 * i);
-      for (int i = 0; i < NYB_LANE_ELEMENTS; i++) {
-        const float got = nyb_value_of(stream, i, bits, widened(scale_dtype, scale),
-                                       widened(scale_dtype, bias), scale_dtype);
-        assert_memory_equal(&got, &want[lane * NYB_LANE_ELEMENTS + i], sizeof got);
-      }
+      float got[NYB_LANE_ELEMENTS];
+      nyb_values_of(stream, bits, widened(scale_dtype, scale), widened(scale_dtype, bias),
+                    scale_dtype, got);
+      assert_memory_equal(got, want + lane * NYB_LANE_ELEMENTS, sizeof got);
     }
   }
 }

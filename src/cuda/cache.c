@@ -324,7 +324,7 @@ static nyb_status launch_append(nyb_cuda_scope *scope, const nyb_cache *cache,
   nyb_device_append call = {
       .key = rows_of(cache, storage, NYB_KEY, append),
       .value = rows_of(cache, storage, NYB_VALUE, append),
-      .tokens = append->tokens,
+      .tokens = nyb_divider_of(append->tokens),
       .capacity_tokens = storage->capacity_tokens,
       .kv_heads = cache->kv_heads,
       .lengths = cache->cuda->lengths,
@@ -333,12 +333,13 @@ static nyb_status launch_append(nyb_cuda_scope *scope, const nyb_cache *cache,
       .rule = (int)cache->rule,
   };
   const int64_t rows = append->tokens * cache->kv_heads;
-  call.key_lanes = nyb_quotient_up(rows * call.key.lanes, WARP_THREADS) * WARP_THREADS;
-  call.value_lanes = rows * call.value.lanes;
+  call.key_lanes = nyb_quotient_up(rows * call.key.lanes.divisor, WARP_THREADS) * WARP_THREADS;
+  call.value_lanes = rows * call.value.lanes.divisor;
   const int64_t wanted = nyb_quotient_up(call.key_lanes + call.value_lanes, NYB_QUANTIZE_THREADS);
   const int64_t most = INT32_MAX / cache->batch;
-  call.blocks_per_sequence = (int)(wanted < most ? wanted : most);
-  const int64_t grid[3] = {cache->batch * call.blocks_per_sequence, 1, 1};
+  const int64_t blocks = wanted < most ? wanted : most;
+  call.blocks_per_sequence = nyb_divider_of(blocks);
+  const int64_t grid[3] = {cache->batch * blocks, 1, 1};
   return nyb_cuda_launch(scope, cache->cuda->append, grid, &call, stream, true);
 }
 

@@ -6,12 +6,12 @@
 #include "programs.h"
 #include "rows.h"
 
-enum { WIDE_BYTES = 16, TABLE_UNROLL = 2 };
+enum { WIDE_BYTES = 16 };
 
 /* From this many elements on, making the table in every block costs less than going through the
  * steps for every element. */
 static int64_t least_for_table(nyb_dtype dtype) {
-  return dtype == NYB_F16 ? INT64_C(1) << 22 : INT64_C(1) << 20;
+  return dtype == NYB_F16 ? INT64_C(1) << 22 : INT64_C(1) << 19;
 }
 
 static int mode_of(const nyb_geglu *geglu, nyb_path path) {
@@ -49,7 +49,7 @@ static nyb_device_geglu call_of(const nyb_geglu *geglu) {
       .up = geglu->up,
       .out = geglu->out,
       .columns = geglu->columns,
-      .row_vectors = row_vectors,
+      .row_vectors = nyb_divider_of(row_vectors),
       .vectors = geglu->rows * row_vectors,
   };
   if (geglu->rows > 1) {
@@ -65,10 +65,9 @@ static nyb_device_geglu call_of(const nyb_geglu *geglu) {
 /* As many blocks as there is work for, or, with tables to make, as run at once. */
 static int64_t blocks_for(const nyb_cuda_scope *scope, const nyb_cuda_kernel *kernel,
                           const nyb_device_geglu *call, int mode) {
-  int64_t blocks = nyb_quotient_up(call->vectors, kernel->threads);
+  const int64_t blocks = nyb_quotient_up(call->vectors, kernel->threads);
   int64_t most = INT32_MAX;
   if (mode == NYB_GEGLU_TABLE) {
-    blocks = nyb_quotient_up(blocks, TABLE_UNROLL);
     most = (int64_t)scope->properties->multiprocessors * kernel->blocks_per_multiprocessor;
   }
   return blocks < most ? blocks : most;

@@ -20,6 +20,13 @@ static bool is_wide(const void *data, const long long stride_bytes[3]) {
          stride_bytes[1] % WIDE_BYTES == 0 && stride_bytes[2] % WIDE_BYTES == 0;
 }
 
+/* log2 of a group's lanes. */
+static int group_shift_of(const nyb_row_layout *layout) {
+  int shift = 0;
+  while (layout->affine && NYB_LANE_ELEMENTS << shift < layout->group_size) shift++;
+  return shift;
+}
+
 nyb_device_rows nyb_cuda_rows_of(const nyb_input *floats, const nyb_stored *stored,
                                  const nyb_row_layout *layout, const int64_t shape[3],
                                  int64_t dim) {
@@ -30,11 +37,11 @@ nyb_device_rows nyb_cuda_rows_of(const nyb_input *floats, const nyb_stored *stor
       .scales = (char *)(uintptr_t)stored->scales,
       .biases = (char *)(uintptr_t)stored->biases,
       .dim = dim,
-      .lanes = nyb_quotient_up(dim, NYB_LANE_ELEMENTS),
+      .lanes = nyb_divider_of(nyb_quotient_up(dim, NYB_LANE_ELEMENTS)),
       .input_dtype = (int)floats->dtype,
       .stored_dtype = (int)stored->format.dtype,
       .bits = layout->affine ? (int)layout->bits : 0,
-      .group_lanes = layout->affine ? (int)layout->group_size / NYB_LANE_ELEMENTS : 1,
+      .group_shift = group_shift_of(layout),
   };
   strides_in_bytes(floats->stride, nyb_dtype_bytes(floats->dtype), shape, rows.input_stride);
   strides_in_bytes(stored->codes_stride, layout->code_bytes, shape, rows.codes_stride);
@@ -68,9 +75,9 @@ static nyb_status check_stored(const nyb_cuda_scope *scope, const char *owner,
 static nyb_device_quantize call_of(const nyb_device_rows *rows, const int64_t shape[3]) {
   return (nyb_device_quantize){
       .rows = *rows,
-      .heads = shape[1],
-      .tokens = shape[2],
-      .lanes = shape[0] * shape[1] * shape[2] * rows->lanes,
+      .heads = nyb_divider_of(shape[1]),
+      .tokens = nyb_divider_of(shape[2]),
+      .lanes = shape[0] * shape[1] * shape[2] * rows->lanes.divisor,
   };
 }
 

@@ -1,50 +1,84 @@
 // SPDX-License-Identifier: Apache-2.0
 // Tokens of K and V to the end of every sequence of a cache, and the lengths moved along. Some
 // blocks serve each sequence; the last of them to have read its length moves it.
+//
+// One token is so little work that what counts is the way to the first load: everything that does
+// not depend on the kernels before is done while they end.
 #include "quantize_lane.cuh"
+
+// A thread's place among the lanes of a sequence: the key's, padded to whole warps, then the
+// value's.
+struct sequence_lane {
+  lane at;
+  bool is_key;
+  bool own;  // or one of the padding's
+};
+
+NYB_FUNCTION sequence_lane find_lane(const nyb_device_append &call, int64_t sequence,
+                                     int64_t number) {
+  sequence_lane found;
+  found.is_key = number < call.key_lanes;
+  const nyb_device_rows &rows = found.is_key ? call.key : call.value;
+  if (!found.is_key) number -= call.key_lanes;
+  found.own = number < call.tokens.divisor * rows.lanes.divisor * call.kv_heads;
+  int64_t index, token;
+  const int64_t row = nyb_split(found.own ? number : 0, &rows.lanes, &index);
+  const int64_t head = nyb_split(row, &call.tokens, &token);
+  found.at = lane_of(rows, sequence, head, token, index);
+  if (!found.own) found.at.count = 0;
+  return found;
+}
+
+// False where it could not be stored.
+NYB_FUNCTION bool append_lane(const nyb_device_append &call, const sequence_lane &found,
+                              int64_t length, bool fits,
+                              const uint32_t elements[NYB_LANE_ELEMENTS]) {
+  const nyb_device_rows &rows = found.is_key ? call.key : call.value;
+  lane at = found.at;
+  at.codes += length * rows.codes_stride[2];
+  at.scales += length * rows.scales_stride[2];
+  at.biases += length * rows.biases_stride[2];
+  return quantize_lane(rows, at, found.own && fits, call.rule, elements);
+}
+
+NYB_FUNCTION void load(uint32_t elements[NYB_LANE_ELEMENTS], const nyb_device_append &call,
+                       const sequence_lane &found) {
+  const nyb_device_rows &rows = found.is_key ? call.key : call.value;
+  load_elements(elements, found.at.floats, rows.input_dtype, rows.wide_input, found.at.count);
+}
 
 extern "C" __global__ void __launch_bounds__(NYB_QUANTIZE_THREADS)
     append(const __grid_constant__ nyb_device_append call) {
-  nyb_await_previous();
   int64_t block;
-  const int64_t sequence = nyb_split(blockIdx.x, call.blocks_per_sequence, &block);
-  const int64_t capacity = call.capacity_tokens;
-  int64_t length = call.lengths[sequence];
-  length = length < 0 ? 0 : length > capacity ? capacity : length;
-  const bool fits = call.tokens <= capacity - length;
-
-  const int64_t step = static_cast<int64_t>(call.blocks_per_sequence) * NYB_QUANTIZE_THREADS;
+  const int64_t sequence = nyb_split(blockIdx.x, &call.blocks_per_sequence, &block);
+  const int64_t step = call.blocks_per_sequence.divisor * NYB_QUANTIZE_THREADS;
   const int64_t warp = threadIdx.x / 32 * 32, thread = threadIdx.x % 32;
   const int64_t lanes = call.key_lanes + call.value_lanes;
+  int64_t first = block * NYB_QUANTIZE_THREADS + warp;
+  sequence_lane found = find_lane(call, sequence, first + thread);
+
+  nyb_await_previous();
+  int64_t length = call.lengths[sequence];
+  length = length < 0 ? 0 : length > call.capacity_tokens ? call.capacity_tokens : length;
+  const bool fits = call.tokens.divisor <= call.capacity_tokens - length;
   bool stored = fits;
-  for (int64_t first = block * NYB_QUANTIZE_THREADS + warp; first < lanes; first += step) {
-    const bool is_key = first < call.key_lanes;
-    const nyb_device_rows &rows = is_key ? call.key : call.value;
-    // The key's lanes are padded to whole warps: what they do not need lies beyond its last head.
-    const int64_t lane = first + thread - (is_key ? 0 : call.key_lanes);
-    const int64_t own = call.tokens * rows.lanes * call.kv_heads;
-    lane_place place;
-    place.batch = sequence;
-    place.reads = lane < own;
-    place.writes = place.reads && fits;
-    const int64_t row = nyb_split(place.reads ? lane : 0, rows.lanes, &place.lane);
-    place.head = nyb_split(row, call.tokens, &place.input_token);
-    place.stored_token = length + place.input_token;
+  while (first < lanes) {
     uint32_t elements[NYB_LANE_ELEMENTS];
-    load_elements(elements, floats_of_lane(rows, place), rows.input_dtype, rows.wide_input,
-                  place.reads ? elements_of_lane(rows, place.lane) : 0);
-    stored &= quantize_lane(rows, place, call.rule, elements);
+    load(elements, call, found);
+    stored &= append_lane(call, found, length, fits, elements);
+    first += step;
+    if (first < lanes) found = find_lane(call, sequence, first + thread);
   }
   if (!stored && call.non_finite != nullptr) *call.non_finite = 1;
 
   __syncthreads();  // every thread of the block has its length
   if (threadIdx.x != 0) return;
+  const int64_t blocks = call.blocks_per_sequence.divisor;
   bool last = true;
-  if (call.blocks_per_sequence > 1) {
+  if (blocks > 1) {
     __threadfence();
-    const unsigned others = static_cast<unsigned>(call.blocks_per_sequence) - 1;
-    last = atomicAdd(&call.arrivals[sequence], 1u) == others;
+    last = atomicAdd(&call.arrivals[sequence], 1u) == static_cast<unsigned>(blocks - 1);
     if (last) call.arrivals[sequence] = 0;
   }
-  if (last && fits) call.lengths[sequence] = static_cast<int>(length + call.tokens);
+  if (last && fits) call.lengths[sequence] = static_cast<int>(length + call.tokens.divisor);
 }

@@ -14,8 +14,8 @@
 constexpr bool IS_F32 = DTYPE == NYB_DEVICE_F32;
 constexpr bool BY_TABLE = MODE == NYB_GEGLU_TABLE;
 constexpr int THREADS = BY_TABLE ? NYB_GEGLU_TABLE_THREADS : NYB_GEGLU_THREADS;
-constexpr int UNROLL = BY_TABLE ? 2 : 1;  // vectors of a thread at once
-constexpr int WORDS = IS_F32 ? 8 : 4;     // of a vector
+constexpr int AHEAD = 1;               // vectors on their way; more than one did not pay
+constexpr int WORDS = IS_F32 ? 8 : 4;  // of a vector
 constexpr int VECTOR_BYTES = WORDS * 4;
 
 struct vector {
@@ -81,7 +81,9 @@ NYB_FUNCTION place place_of(const nyb_device_geglu &call, int64_t index) {
   place at = {};
   if (index >= call.vectors) return at;
   int64_t column = index, row = 0;
-  if (call.row_vectors != call.vectors) row = nyb_split(index, call.row_vectors, &column);
+  if (call.row_vectors.divisor != call.vectors) {
+    row = nyb_split(index, &call.row_vectors, &column);
+  }
   at.gate = row * call.gate_stride + column * VECTOR_BYTES;
   at.up = row * call.up_stride + column * VECTOR_BYTES;
   at.out = row * call.out_stride + column * VECTOR_BYTES;
@@ -155,28 +157,36 @@ NYB_FUNCTION void make_table(uint16_t *table) {
   __syncthreads();
 }
 
+NYB_FUNCTION void finish(work &done, const nyb_device_geglu &call, int64_t index,
+                         const uint16_t *table) {
+  compute(done.gate, done.up, table);
+  const place at = place_of(call, index);
+  store(done.gate, call.out + at.out, at.whole, at.count);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     geglu(const __grid_constant__ nyb_device_geglu call) {
   extern __shared__ uint16_t table[];
   nyb_await_previous();
   const int64_t step = static_cast<int64_t>(gridDim.x) * THREADS;
   int64_t index = blockIdx.x * static_cast<int64_t>(THREADS) + threadIdx.x;
-  work next[UNROLL];
-#pragma unroll
-  for (int i = 0; i < UNROLL; i++) load(next[i], call, index + i * step);
-  if constexpr (BY_TABLE) make_table(table);
-  for (; index < call.vectors; index += UNROLL * step) {
-    work current[UNROLL];
-#pragma unroll
-    for (int i = 0; i < UNROLL; i++) {
-      current[i] = next[i];
-      load(next[i], call, index + (UNROLL + i) * step);
+  if constexpr (!BY_TABLE) {
+    for (; index < call.vectors; index += step) {
+      work current;
+      load(current, call, index);
+      finish(current, call, index, table);
     }
+  } else {
+    work next[AHEAD];
 #pragma unroll
-    for (int i = 0; i < UNROLL; i++) {
-      compute(current[i].gate, current[i].up, table);
-      const place at = place_of(call, index + i * step);
-      store(current[i].gate, call.out + at.out, at.whole, at.count);
+    for (int i = 0; i < AHEAD; i++) load(next[i], call, index + i * step);
+    make_table(table);
+    for (; index < call.vectors; index += step) {
+      work current = next[0];
+#pragma unroll
+      for (int i = 1; i < AHEAD; i++) next[i - 1] = next[i];
+      load(next[AHEAD - 1], call, index + AHEAD * step);
+      finish(current, call, index, table);
     }
   }
 }

@@ -3,15 +3,17 @@
 #ifndef NYB_GEGLU_ARGUMENTS_H
 #define NYB_GEGLU_ARGUMENTS_H
 
+#include "portable.cuh"
+
 /* Rows are cut into vectors of eight elements, the last of which may be short. */
 typedef struct nyb_device_geglu {
   const char *gate, *up;
   char *out;
   long long gate_stride, up_stride, out_stride; /* bytes from row to row */
   long long columns;
-  long long row_vectors; /* of a row */
-  long long vectors;     /* in all */
-  int wide;              /* vectors of all three begin at multiples of 16 bytes */
+  nyb_divider row_vectors; /* of a row */
+  long long vectors;       /* in all */
+  int wide;                /* vectors of all three begin at multiples of 16 bytes */
   int padding;
 } nyb_device_geglu;
 

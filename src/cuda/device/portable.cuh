@@ -23,6 +23,7 @@ typedef unsigned long long uint64_t;
 #define NYB_SUBTRACT(a, b) __fsub_rn(a, b)
 #define NYB_MULTIPLY(a, b) __fmul_rn(a, b)
 #define NYB_DIVIDE(a, b) __fdiv_rn(a, b)
+#define NYB_FUSED(a, b, c) __fmaf_rn(a, b, c) /* a * b + c, rounded once */
 
 /* A kernel's first words, where it is launched with `overlap`: the one after it may come, and wait
  * as this one does for what was before it. */
@@ -48,6 +49,7 @@ NYB_FUNCTION float nyb_float_of(uint32_t bits) { return __uint_as_float(bits); }
 #define NYB_SUBTRACT(a, b) ((a) - (b))
 #define NYB_MULTIPLY(a, b) ((a) * (b))
 #define NYB_DIVIDE(a, b) ((a) / (b))
+#define NYB_FUSED(a, b, c) fmaf(a, b, c)
 
 NYB_FUNCTION uint32_t nyb_bits_of(float value) {
   uint32_t bits;
@@ -67,16 +69,37 @@ NYB_FUNCTION float nyb_float_of(uint32_t bits) {
 enum { NYB_DEVICE_F32 = 1, NYB_DEVICE_F16 = 2, NYB_DEVICE_BF16 = 3 };
 enum { NYB_DEVICE_RULE_MLX_CPU = 0, NYB_DEVICE_RULE_MLX_GPU = 1 };
 
-/* index = quotient * divisor + rest, for what is not negative; a division of 64 bits costs several
- * of 32. */
-NYB_FUNCTION int64_t nyb_split(int64_t index, int64_t divisor, int64_t *rest) {
-  if ((((uint64_t)index | (uint64_t)divisor) >> 32) == 0) {
-    const uint32_t quotient = (uint32_t)index / (uint32_t)divisor;
-    *rest = (int64_t)((uint32_t)index - quotient * (uint32_t)divisor);
+/* ---- Division by what the host knows ------------------------------------------------------------
+ */
+
+/* Of numbers that are not negative; those below 2^31 by a product. With 2^shift >= divisor and the
+ * multiplier just above 2^(31 + shift) / divisor, at most divisor / divisor too much, the product
+ * is below the next whole quotient. */
+typedef struct nyb_divider {
+  int64_t divisor;
+  uint32_t multiplier; /* 0: always divide */
+  int32_t shift;
+} nyb_divider;
+
+/* For the host; divisor is at least 1. */
+NYB_FUNCTION nyb_divider nyb_divider_of(int64_t divisor) {
+  nyb_divider divider = {divisor, 0, 0};
+  if (divisor >= (int64_t)1 << 31) return divider;
+  while ((int64_t)1 << divider.shift < divisor) divider.shift++;
+  divider.multiplier = (uint32_t)(((uint64_t)1 << (31 + divider.shift)) / (uint64_t)divisor + 1);
+  return divider;
+}
+
+/* The quotient; *rest gets what is left. */
+NYB_FUNCTION int64_t nyb_split(int64_t index, const nyb_divider *divider, int64_t *rest) {
+  if ((uint64_t)index >> 31 == 0 && divider->multiplier != 0) {
+    const uint64_t product = (uint64_t)(uint32_t)index * divider->multiplier;
+    const uint32_t quotient = (uint32_t)(product >> (31 + divider->shift));
+    *rest = (int64_t)((uint32_t)index - quotient * (uint32_t)divider->divisor);
     return (int64_t)quotient;
   }
-  const int64_t quotient = index / divisor;
-  *rest = index - quotient * divisor;
+  const int64_t quotient = index / divider->divisor;
+  *rest = index - quotient * divider->divisor;
   return quotient;
 }
 

@@ -11,16 +11,16 @@ extern "C" __global__ void __launch_bounds__(NYB_QUANTIZE_THREADS)
   // Whole warps stay or go, so that all of one meet in the shuffles.
   for (int64_t first = blockIdx.x * static_cast<int64_t>(NYB_QUANTIZE_THREADS) + warp;
        first < call.lanes; first += step) {
-    lane_place place;
-    place.reads = place.writes = first + thread < call.lanes;
-    int64_t row = nyb_split(place.reads ? first + thread : 0, call.rows.lanes, &place.lane);
-    row = nyb_split(row, call.tokens, &place.input_token);
-    place.stored_token = place.input_token;
-    place.batch = nyb_split(row, call.heads, &place.head);
+    const bool own = first + thread < call.lanes;
+    int64_t index, token, head;
+    int64_t batch = nyb_split(own ? first + thread : 0, &call.rows.lanes, &index);
+    batch = nyb_split(batch, &call.tokens, &token);
+    batch = nyb_split(batch, &call.heads, &head);
+    lane at = lane_of(call.rows, batch, head, token, index);
+    if (!own) at.count = 0;
     uint32_t elements[NYB_LANE_ELEMENTS];
-    load_elements(elements, floats_of_lane(call.rows, place), call.rows.input_dtype,
-                  call.rows.wide_input, place.reads ? elements_of_lane(call.rows, place.lane) : 0);
-    const bool stored = quantize_lane(call.rows, place, call.rule, elements);
+    load_elements(elements, at.floats, call.rows.input_dtype, call.rows.wide_input, at.count);
+    const bool stored = quantize_lane(call.rows, at, own, call.rule, elements);
     if (!stored && call.non_finite != nullptr) *call.non_finite = 1;
   }
 }

@@ -90,23 +90,12 @@ NYB_FUNCTION uint64_t load_codes(const char *from, int bits) {
   return stream;
 }
 
-// The range of the group, from those of its lanes, which are neighbours in the warp. All of the
-// warp comes here.
-NYB_FUNCTION nyb_range join_group(nyb_range range, int group_lanes) {
-  for (int distance = 1; distance < group_lanes; distance *= 2) {
-    nyb_range other;
-    other.least = __shfl_xor_sync(0xffffffffu, range.least, distance);
-    other.most = __shfl_xor_sync(0xffffffffu, range.most, distance);
-    other.finite = __shfl_xor_sync(0xffffffffu, range.finite, distance);
-    range = nyb_range_join(range, other);
-  }
-  return range;
-}
-
-// Where a lane lies.
-struct lane_place {
-  int64_t batch, head, input_token, stored_token, lane;  // lane: of its row
-  bool reads, writes;
+// Eight elements of a row, or the rest of a plain one, and where they are stored.
+struct lane {
+  const char *floats;
+  char *codes, *scales, *biases;
+  int count;   // elements; 0 for a thread without a lane of its own, which goes with its warp
+  bool leads;  // the first of its group, which stores scale and bias
 };
 
 NYB_FUNCTION int64_t offset_of(const long long stride[3], int64_t batch, int64_t head,
@@ -114,56 +103,88 @@ NYB_FUNCTION int64_t offset_of(const long long stride[3], int64_t batch, int64_t
   return batch * stride[0] + head * stride[1] + token * stride[2];
 }
 
-NYB_FUNCTION int elements_of_lane(const nyb_device_rows &rows, int64_t lane) {
-  const int64_t rest = rows.dim - lane * NYB_LANE_ELEMENTS;
-  return static_cast<int>(rest < NYB_LANE_ELEMENTS ? rest : NYB_LANE_ELEMENTS);
+NYB_FUNCTION int bytes_of(int dtype) { return dtype == NYB_DEVICE_F32 ? 4 : 2; }
+
+// Lane `index` of a row.
+NYB_FUNCTION lane lane_of(const nyb_device_rows &rows, int64_t batch, int64_t head, int64_t token,
+                          int64_t index) {
+  const bool plain = rows.bits == 0;
+  const int stored_bytes = bytes_of(rows.stored_dtype);
+  const int64_t group = index >> rows.group_shift, rest = rows.dim - index * NYB_LANE_ELEMENTS;
+  lane at;
+  at.floats = rows.input + offset_of(rows.input_stride, batch, head, token) +
+              index * (NYB_LANE_ELEMENTS * bytes_of(rows.input_dtype));
+  at.codes = rows.codes + offset_of(rows.codes_stride, batch, head, token) +
+             index * (plain ? NYB_LANE_ELEMENTS * stored_bytes : rows.bits);
+  at.scales =
+      rows.scales + offset_of(rows.scales_stride, batch, head, token) + group * stored_bytes;
+  at.biases =
+      rows.biases + offset_of(rows.biases_stride, batch, head, token) + group * stored_bytes;
+  at.count = static_cast<int>(rest < NYB_LANE_ELEMENTS ? rest : NYB_LANE_ELEMENTS);
+  at.leads = (index & ((1 << rows.group_shift) - 1)) == 0;
+  return at;
 }
 
-NYB_FUNCTION const char *floats_of_lane(const nyb_device_rows &rows, const lane_place &place) {
-  const int element_bytes = rows.input_dtype == NYB_DEVICE_F32 ? 4 : 2;
-  return rows.input + offset_of(rows.input_stride, place.batch, place.head, place.input_token) +
-         place.lane * (NYB_LANE_ELEMENTS * element_bytes);
+// The range of the group, from those of its lanes, which are neighbours in the warp. All of the
+// warp comes here.
+NYB_FUNCTION nyb_range join_group(nyb_range range, int group_shift) {
+  const unsigned others = __ballot_sync(0xffffffffu, !range.finite);
+  for (int i = 0; i < group_shift; i++) {
+    nyb_range other;
+    other.least = __shfl_xor_sync(0xffffffffu, range.least, 1 << i);
+    other.most = __shfl_xor_sync(0xffffffffu, range.most, 1 << i);
+    other.finite = 1;
+    range = nyb_range_join(range, other);
+  }
+  const unsigned lanes = 1u << group_shift, first = threadIdx.x % 32 & ~(lanes - 1);
+  range.finite = (others >> first & ((1u << lanes) - 1)) == 0;
+  return range;
+}
+
+NYB_FUNCTION void widen(const uint32_t elements[NYB_LANE_ELEMENTS], int dtype,
+                        float values[NYB_LANE_ELEMENTS]) {
+#pragma unroll
+  for (int i = 0; i < NYB_LANE_ELEMENTS; i++) {
+    values[i] =
+        dtype == NYB_DEVICE_F32 ? nyb_float_of(elements[i]) : nyb_number_from(dtype, elements[i]);
+  }
+}
+
+NYB_FUNCTION uint32_t narrowed(int dtype, float value) {
+  return dtype == NYB_DEVICE_F32 ? nyb_bits_of(value) : nyb_number_to(dtype, value);
 }
 
 // False where it could not be stored and zeros stand there instead.
-NYB_FUNCTION bool quantize_affine(const nyb_device_rows &rows, const lane_place &place, int rule,
-                                  const uint32_t elements[NYB_LANE_ELEMENTS]) {
+NYB_FUNCTION bool quantize_affine(const nyb_device_rows &rows, const lane &at, bool writes,
+                                  int rule, const uint32_t elements[NYB_LANE_ELEMENTS]) {
   float values[NYB_LANE_ELEMENTS];
-#pragma unroll
-  for (int i = 0; i < NYB_LANE_ELEMENTS; i++) {
-    values[i] = rows.input_dtype == NYB_DEVICE_F32 ? nyb_float_of(elements[i])
-                                                   : nyb_number_from(rows.input_dtype, elements[i]);
+  if (rows.input_dtype == NYB_DEVICE_BF16) {  // once, not for every element
+    widen(elements, NYB_DEVICE_BF16, values);
+  } else if (rows.input_dtype == NYB_DEVICE_F16) {
+    widen(elements, NYB_DEVICE_F16, values);
+  } else {
+    widen(elements, NYB_DEVICE_F32, values);
   }
-  const nyb_range range = join_group(nyb_range_of(values), rows.group_lanes);
+  const nyb_range range = join_group(nyb_range_of(values), rows.group_shift);
   const float highest_code = static_cast<float>((1 << rows.bits) - 1);
-  const nyb_scaling scaling = nyb_scaling_of(range, rule, highest_code, rows.stored_dtype);
-  if (!place.writes) return true;
-  const uint64_t stream =
-      scaling.storable ? nyb_codes_of(values, scaling, rule, rows.bits) : uint64_t{0};
-  store_codes(rows.codes +
-                  offset_of(rows.codes_stride, place.batch, place.head, place.stored_token) +
-                  place.lane * rows.bits,
-              stream, rows.bits);
-  if (place.lane % rows.group_lanes == 0) {
-    const int64_t group = place.lane / rows.group_lanes;
-    const float scale = scaling.storable ? scaling.scale : 0.0f;
-    const float bias = scaling.storable ? scaling.bias : 0.0f;
-    const int dtype = rows.stored_dtype;
-    const bool single = dtype == NYB_DEVICE_F32;
-    const int64_t within = group * (single ? 4 : 2);
-    store_element(rows.scales + within +
-                      offset_of(rows.scales_stride, place.batch, place.head, place.stored_token),
-                  dtype, 0, single ? nyb_bits_of(scale) : nyb_number_to(dtype, scale));
-    store_element(rows.biases + within +
-                      offset_of(rows.biases_stride, place.batch, place.head, place.stored_token),
-                  dtype, 0, single ? nyb_bits_of(bias) : nyb_number_to(dtype, bias));
+  nyb_scaling scaling = nyb_scaling_of(range, rule, highest_code, rows.stored_dtype);
+  if (!writes) return true;
+  uint64_t stream = nyb_codes_of(values, scaling, rule, rows.bits);
+  if (!scaling.storable) {
+    stream = 0;
+    scaling.scale = scaling.bias = 0.0f;
+  }
+  store_codes(at.codes, stream, rows.bits);
+  if (at.leads) {
+    store_element(at.scales, rows.stored_dtype, 0, narrowed(rows.stored_dtype, scaling.scale));
+    store_element(at.biases, rows.stored_dtype, 0, narrowed(rows.stored_dtype, scaling.bias));
   }
   return scaling.storable;
 }
 
-NYB_FUNCTION bool quantize_plain(const nyb_device_rows &rows, const lane_place &place,
+NYB_FUNCTION bool quantize_plain(const nyb_device_rows &rows, const lane &at, bool writes,
                                  const uint32_t elements[NYB_LANE_ELEMENTS]) {
-  if (!place.writes) return true;
+  if (!writes) return true;
   bool storable = true;
   uint32_t converted[NYB_LANE_ELEMENTS];
 #pragma unroll
@@ -173,18 +194,13 @@ NYB_FUNCTION bool quantize_plain(const nyb_device_rows &rows, const lane_place &
     converted[i] = 0;
     storable = false;
   }
-  const int element_bytes = rows.stored_dtype == NYB_DEVICE_F32 ? 4 : 2;
-  store_elements(converted,
-                 rows.codes +
-                     offset_of(rows.codes_stride, place.batch, place.head, place.stored_token) +
-                     place.lane * (NYB_LANE_ELEMENTS * element_bytes),
-                 rows.stored_dtype, rows.wide_codes, elements_of_lane(rows, place.lane));
+  store_elements(converted, at.codes, rows.stored_dtype, rows.wide_codes, at.count);
   return storable;
 }
 
 // All of the warp comes here, with rows that are the same for all of it.
-NYB_FUNCTION bool quantize_lane(const nyb_device_rows &rows, const lane_place &place, int rule,
+NYB_FUNCTION bool quantize_lane(const nyb_device_rows &rows, const lane &at, bool writes, int rule,
                                 const uint32_t elements[NYB_LANE_ELEMENTS]) {
-  return rows.bits == 0 ? quantize_plain(rows, place, elements)
-                        : quantize_affine(rows, place, rule, elements);
+  return rows.bits == 0 ? quantize_plain(rows, at, writes, elements)
+                        : quantize_affine(rows, at, writes, rule, elements);
 }
