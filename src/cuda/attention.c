@@ -244,92 +244,102 @@ typedef struct matrix_shape {
   int64_t query_heads, kv_heads, query_len, key_dim, value_dim;
 } matrix_shape;
 
+/* The first shape comes in every format, and every shape in the first format; kernels that are not
+ * tuned come in no other pair. */
 static const matrix_shape matrix_shapes[] = {
-    {32, 8, 1, 64, 64},   {32, 8, 1, 80, 80},      {32, 32, 1, 96, 96},   {32, 8, 1, 112, 112},
-    {32, 8, 1, 128, 128}, {32, 32, 1, 128, 128},   {28, 4, 1, 128, 128},  {71, 1, 1, 64, 64},
-    {64, 8, 4, 128, 128}, {32, 8, 2048, 128, 128}, {16, 8, 1, 192, 192},  {16, 8, 1, 256, 256},
-    {16, 1, 1, 512, 512}, {128, 1, 1, 576, 512},   {4, 1, 1, 1024, 1024}, {16, 8, 2048, 256, 256},
-    {32, 8, 64, 64, 64},
+    {32, 8, 1, 128, 128},    {32, 32, 1, 128, 128}, {28, 4, 1, 128, 128},  {64, 8, 4, 128, 128},
+    {32, 8, 1, 64, 64},      {71, 1, 1, 64, 64},    {32, 8, 64, 64, 64},   {32, 8, 1, 80, 80},
+    {32, 32, 1, 96, 96},     {32, 8, 1, 112, 112},  {16, 8, 1, 192, 192},  {16, 8, 1, 256, 256},
+    {16, 1, 1, 512, 512},    {128, 1, 1, 576, 512}, {4, 1, 1, 1024, 1024}, {32, 8, 2048, 128, 128},
+    {16, 8, 2048, 256, 256},
 };
 
-/* Keys and values take the same entry, or K8 with V4, as people mix them. */
+/* Of keys and of values. */
 static const nyb_format matrix_formats[][2] = {
 #define NYB_BOTH(...)              \
   {                                \
     {__VA_ARGS__}, { __VA_ARGS__ } \
   }
+    NYB_BOTH(NYB_AFFINE, 4, 64, NYB_BF16),
     NYB_BOTH(NYB_AFFINE, 2, 32, NYB_BF16),
     NYB_BOTH(NYB_AFFINE, 3, 64, NYB_F16),
-    NYB_BOTH(NYB_AFFINE, 4, 64, NYB_BF16),
     NYB_BOTH(NYB_AFFINE, 4, 32, NYB_F16),
+    NYB_BOTH(NYB_AFFINE, 4, 128, NYB_F32),
     NYB_BOTH(NYB_AFFINE, 5, 64, NYB_BF16),
     NYB_BOTH(NYB_AFFINE, 6, 128, NYB_BF16),
     NYB_BOTH(NYB_AFFINE, 8, 64, NYB_BF16),
-    NYB_BOTH(NYB_AFFINE, 8, 128, NYB_F32),
+    NYB_BOTH(NYB_AFFINE, 8, 32, NYB_F16),
     NYB_BOTH(NYB_PLAIN, 0, 0, NYB_F32),
     NYB_BOTH(NYB_PLAIN, 0, 0, NYB_F16),
     NYB_BOTH(NYB_PLAIN, 0, 0, NYB_BF16),
 #undef NYB_BOTH
-    {{NYB_AFFINE, 8, 64, NYB_BF16}, {NYB_AFFINE, 4, 64, NYB_BF16}},
+    {{NYB_AFFINE, 8, 64, NYB_BF16}, {NYB_AFFINE, 4, 64, NYB_BF16}}, /* as people mix them */
 };
 
-static const nyb_dtype matrix_dtypes[] = {NYB_BF16, NYB_F16, NYB_F32};
+enum {
+  MATRIX_SHAPES = sizeof matrix_shapes / sizeof matrix_shapes[0],
+  MATRIX_FORMATS = sizeof matrix_formats / sizeof matrix_formats[0]
+};
 
-static bool fits(const nyb_format *format, int64_t dim) {
-  return format->scheme == NYB_PLAIN || dim % format->group_size == 0;
+/* Where the shape has no row of the format, since no group divides it, plain rows stand in. */
+static nyb_format matrix_format(int index, int side, int64_t dim) {
+  const nyb_format format = matrix_formats[index][side];
+  if (format.scheme == NYB_PLAIN || dim % format.group_size == 0) return format;
+  if (index == 0 && dim % 32 == 0) return (nyb_format){NYB_AFFINE, format.bits, 32, format.dtype};
+  return (nyb_format){.scheme = NYB_PLAIN, .dtype = NYB_BF16};
 }
 
-/* What a call of that shape launches. Pointers are NULL and strides 0: aligned. */
+/* What a call launches. Its pointers are NULL and its strides 0: aligned. */
 static void visit_call(const nyb_attention_call *call, const nyb_cuda_properties *properties,
-                       nyb_path path, nyb_cuda_visit visit, void *data) {
+                       nyb_path path, bool untuned_too, nyb_cuda_visit visit, void *data) {
   const nyb_cuda_attention_kernel *kernel = NULL;
   const char *reason;
   if (choose(call, path, properties, &kernel, &reason) != NYB_OK) return;
+  if (!kernel->tuned && !untuned_too) return;
   nyb_cuda_attention_program programs[NYB_CUDA_ATTENTION_MAX_PROGRAMS] = {0};
   const int count = kernel->programs(call, properties, programs);
   for (int i = 0; i < count; i++) visit(data, &programs[i].spec, kernel->tuned);
 }
 
-static void visit_shape(const matrix_shape *shape, const nyb_format formats[2],
-                        const nyb_cuda_properties *properties, nyb_cuda_visit visit, void *data) {
-  enum { DTYPES = sizeof matrix_dtypes / sizeof matrix_dtypes[0] };
+static void visit_pair(int shape_index, int format_index, const nyb_cuda_properties *properties,
+                       nyb_cuda_visit visit, void *data) {
+  static const nyb_dtype dtypes[] = {NYB_BF16, NYB_F16, NYB_F32};
+  const matrix_shape *shape = &matrix_shapes[shape_index];
   nyb_row_layout key, value;
-  if (!fits(&formats[0], shape->key_dim) || !fits(&formats[1], shape->value_dim) ||
-      nyb_format_check(&formats[0], "format", shape->key_dim, "dim", &key) != NYB_OK ||
-      nyb_format_check(&formats[1], "format", shape->value_dim, "dim", &value) != NYB_OK) {
+  nyb_attention a = NYB_ATTENTION_INIT;
+  a.batch = 1;
+  a.query_heads = shape->query_heads;
+  a.kv_heads = shape->kv_heads;
+  a.query_len = shape->query_len;
+  a.key_dim = shape->key_dim;
+  a.value_dim = shape->value_dim;
+  a.capacity_tokens = 32768;
+  a.k.format = matrix_format(format_index, 0, a.key_dim);
+  a.v.format = matrix_format(format_index, 1, a.value_dim);
+  a.scale = 1;
+  if (nyb_format_check(&a.k.format, "format", a.key_dim, "dim", &key) != NYB_OK ||
+      nyb_format_check(&a.v.format, "format", a.value_dim, "dim", &value) != NYB_OK) {
     return;
   }
-  /* Every combination for the format that most people use; the others with two that differ in all. */
-  const bool common = formats[0].bits == 4 && formats[0].group_size == 64;
-  for (int i = 0; i < DTYPES * 2; i++) {
-    if (!common && i != 0 && i != DTYPES + 1 && i != 2) continue;
-    nyb_attention a = NYB_ATTENTION_INIT;
-    a.batch = 1;
-    a.query_heads = shape->query_heads;
-    a.kv_heads = shape->kv_heads;
-    a.query_len = shape->query_len;
-    a.key_dim = shape->key_dim;
-    a.value_dim = shape->value_dim;
-    a.capacity_tokens = 32768;
-    a.k.format = formats[0];
-    a.v.format = formats[1];
-    a.q.dtype = a.out.dtype = matrix_dtypes[i % DTYPES];
-    a.rounding = i < DTYPES ? NYB_ROUNDING_EXACT : NYB_ROUNDING_MLX;
-    a.scale = 1;
-    const nyb_attention_call call = {.attention = &a,
-                                     .key_format = key.id,
-                                     .value_format = value.id,
-                                     .heads_per_kv = a.query_heads / a.kv_heads};
-    visit_call(&call, properties, NYB_PATH_FUSED, visit, data);
-    visit_call(&call, properties, NYB_PATH_COMPAT, visit, data);
+  const nyb_attention_call call = {.attention = &a,
+                                   .key_format = key.id,
+                                   .value_format = value.id,
+                                   .heads_per_kv = a.query_heads / a.kv_heads};
+  const bool untuned_too = shape_index == 0 || format_index == 0;
+  /* Every combination for the format that most people use; the others with some that differ in
+   * all. */
+  for (int i = 0; i < 6; i++) {
+    if (format_index != 0 && i != 0 && i != 3 && i != 4) continue;
+    a.q.dtype = a.out.dtype = dtypes[i / 2];
+    a.rounding = i % 2 == 0 ? NYB_ROUNDING_EXACT : NYB_ROUNDING_MLX;
+    visit_call(&call, properties, NYB_PATH_FUSED, untuned_too, visit, data);
+    visit_call(&call, properties, NYB_PATH_COMPAT, untuned_too, visit, data);
   }
 }
 
 void nyb_cuda_attention_matrix(const nyb_cuda_properties *properties, nyb_cuda_visit visit,
                                void *data) {
-  for (size_t s = 0; s < sizeof matrix_shapes / sizeof matrix_shapes[0]; s++) {
-    for (size_t f = 0; f < sizeof matrix_formats / sizeof matrix_formats[0]; f++) {
-      visit_shape(&matrix_shapes[s], matrix_formats[f], properties, visit, data);
-    }
+  for (int s = 0; s < MATRIX_SHAPES; s++) {
+    for (int f = 0; f < MATRIX_FORMATS; f++) visit_pair(s, f, properties, visit, data);
   }
 }
