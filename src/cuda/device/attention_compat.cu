@@ -131,8 +131,10 @@ __device__ void attend_row(const nyb_attention_arguments &a, const Row &row, flo
     maximum = fmaxf(maximum, scores[token]);
   }
   maximum = maximum_of_block(maximum, shared);
+  // Scores of -inf weigh 0 where there are no others, too; NaN stays NaN.
+  const float reference = maximum == minus_infinity ? 0.0f : maximum;
   for (int64_t token = threadIdx.x; token < visible; token += THREADS)
-    scores[token] = expf(NYB_SUBTRACT(scores[token], maximum));
+    scores[token] = expf(NYB_SUBTRACT(scores[token], reference));
   __syncthreads();
   if (threadIdx.x == 0) shared[0] = sum_in_order(scores, visible);
   __syncthreads();

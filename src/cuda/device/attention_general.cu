@@ -157,6 +157,13 @@ __device__ __forceinline__ void place_rows(const nyb_attention_arguments &a, con
       unit.batch * a.lse_stride[0] + head * a.lse_stride[1] + query_row * a.lse_stride[2];
 }
 
+// Over affine keys an infinity becomes NaN, as their scales' and biases' do.
+__device__ __forceinline__ float query_element(const nyb_attention_arguments &a, const char *row,
+                                               int d) {
+  const float q = nyb_query_element(&a, row, d);
+  return KEY_BITS == 0 ? q : fmaf(q, 0.0f, q);
+}
+
 // Queries in the order of the tile's quads; rows that the unit has not are 0.
 __device__ __forceinline__ void load_queries(const nyb_attention_arguments &a, const Unit &unit,
                                              const Shared &shared) {
@@ -167,10 +174,10 @@ __device__ __forceinline__ void load_queries(const nyb_attention_arguments &a, c
     Quad values = {0.0f, 0.0f, 0.0f, 0.0f};
     if (row < unit.rows) {
       const char *q = a.q + shared.query_offset[row];
-      if (first < KEY_DIM) values.x = nyb_query_element(&a, q, first);
-      if (first + 1 < KEY_DIM) values.y = nyb_query_element(&a, q, first + 1);
-      if (first + 2 < KEY_DIM) values.z = nyb_query_element(&a, q, first + 2);
-      if (first + 3 < KEY_DIM) values.w = nyb_query_element(&a, q, first + 3);
+      if (first < KEY_DIM) values.x = query_element(a, q, first);
+      if (first + 1 < KEY_DIM) values.y = query_element(a, q, first + 1);
+      if (first + 2 < KEY_DIM) values.z = query_element(a, q, first + 2);
+      if (first + 3 < KEY_DIM) values.w = query_element(a, q, first + 3);
     }
     shared.query[index] = values;
   }
@@ -236,7 +243,9 @@ struct Format {
 
   static __device__ __forceinline__ void store(const nyb_run &run, Quad *to, int runs) {
     const float scale = BITS == 0 ? 0 : nyb_widen(DTYPE, run.scale);
-    const float bias = BITS == 0 ? 0 : nyb_widen(DTYPE, run.bias);
+    const float stored_bias = BITS == 0 ? 0 : nyb_widen(DTYPE, run.bias);
+    // Not finite, either makes the whole run NaN: infinities might add up to a score of -inf.
+    const float bias = NYB_ADD(stored_bias, fmaf(scale, 0.0f, NYB_MULTIPLY(stored_bias, 0.0f)));
     to[0] = {element(run, scale, bias, 0), element(run, scale, bias, 1),
              element(run, scale, bias, 2), element(run, scale, bias, 3)};
     to[runs] = {element(run, scale, bias, 4), element(run, scale, bias, 5),
