@@ -93,6 +93,7 @@ typedef struct stored_buffers {
 typedef struct attention_scene {
   attention_shape shape;
   nyb_attention call; /* path is left to the caller */
+  nyb_plan plan;      /* of the last run */
   check_buffer q, out, lse;
   stored_buffers k, v;
   void *workspace;
@@ -113,8 +114,12 @@ typedef struct scene_expected {
   double *lse, *lse_error; /* [rows] */
 } scene_expected;
 
-bool scene_expect(const attention_scene *scene, nyb_path path, scene_expected *expected);
+bool scene_expect(const attention_scene *scene, nyb_path path, oracle_arithmetic arithmetic,
+                  scene_expected *expected);
 void scene_expected_free(scene_expected *expected);
+
+/* Plans, and poisons outputs and workspace, as scene_run() does first. */
+nyb_status scene_prepare(attention_scene *scene, nyb_context *context, nyb_path path);
 
 /* Poisons outputs and workspace and runs the call on the path. */
 nyb_status scene_run(attention_scene *scene, const check_library *library, nyb_context *context,

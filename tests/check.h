@@ -44,8 +44,11 @@ typedef void (*check_progress)(void *user_data, const char *operation, int64_t d
 
 typedef struct check_options {
   bool quick;
+  bool sanitizer; /* CUDA: few cases, each buffer an allocation of its own */
+  nyb_backend backend;
+  int32_t device;        /* CUDA */
   nyb_isa isa;           /* AUTO: every one that runs here */
-  const char *operation; /* NULL: every one; else "quantize", "attention" or "geglu" */
+  const char *operation; /* NULL: every one; else "quantize", "attention", "geglu" or "append" */
   const char *format;    /* NULL: every one, and mixed; else the kernel table's name of one */
   const check_library *library;
   check_progress progress; /* may be NULL */
@@ -62,13 +65,19 @@ typedef struct check_run {
   int64_t failures_kept;
 } check_run;
 
-/* Runs them all. NULL where memory ran out; otherwise a report that check_free() ends. */
+/* Runs them all, on the CPU or, by check_staged (check_stage.h), on a GPU. NULL where memory ran
+ * out or the device cannot be used, with a sentence in check_error(); otherwise a report that
+ * check_free() ends. */
 check_run *check_all(const check_options *options);
 void check_free(check_run *run);
 
 void check_quantize(check_run *run);
 void check_attention(check_run *run);
 void check_geglu(check_run *run);
+void check_append(check_run *run); /* CUDA */
+
+/* What nyb_last_error() says, or, where the GPU failed outside the library, the driver's words. */
+const char *check_error(void);
 
 /* ---- For the checks ----------------------------------------------------------------------- */
 
@@ -79,8 +88,18 @@ check_tally *check_find(check_run *run, const char *operation, const char *forma
 /* Whether cases of that format, by the kernel table's name, are asked for. */
 bool check_wants_format(const check_run *run, const char *format);
 
+/* The tally of the kernel of that name, under the same conditions. */
+check_tally *check_find_name(check_run *run, const char *name);
+
 void check_pass(check_tally *tally);
 void check_fail(check_run *run, check_tally *tally, const char *format, ...)
+#if defined(__GNUC__)
+    __attribute__((format(printf, 3, 4)))
+#endif
+    ;
+/* The same where no kernel is known: against the first of the GPU's that is asked for and whose
+ * operation begins so. */
+void check_fail_cuda(check_run *run, const char *operation, const char *format, ...)
 #if defined(__GNUC__)
     __attribute__((format(printf, 3, 4)))
 #endif
@@ -119,10 +138,15 @@ void check_buffer_seal(check_buffer *buffer);
 void check_buffer_poison(check_buffer *buffer);
 /* Brings [offset, offset + bytes) of data back to what it was when sealed: what may change. */
 void check_buffer_restore(check_buffer *buffer, int64_t offset_bytes, int64_t bytes);
+/* The live buffer whose memory the address points into, or NULL. */
+const check_buffer *check_buffer_around(const void *address);
 /* Where it differs from what was sealed, counted from data (so negative before it); INT64_MAX where
  * nothing does. */
 int64_t check_buffer_changed(const check_buffer *buffer);
 #define CHECK_UNCHANGED INT64_MAX
+
+/* Behind each workspace that check_library.attention gets lie so many bytes of this value. */
+enum { CHECK_WORKSPACE_GUARD_BYTES = 256, CHECK_WORKSPACE_GUARD = 0xa5 };
 
 /* ---- Random numbers: the same on every machine -------------------------------------------- */
 

@@ -348,13 +348,15 @@ void scene_expected_free(scene_expected *expected) {
   *expected = (scene_expected){0};
 }
 
-static bool expect_kv_head(const attention_scene *scene, nyb_path path, int64_t b, int64_t kv_head,
-                           double *query, scene_expected *e) {
+static bool expect_kv_head(const attention_scene *scene, nyb_path path,
+                           oracle_arithmetic arithmetic, int64_t b, int64_t kv_head, double *query,
+                           scene_expected *e) {
   const attention_shape *s = &scene->shape;
   const int64_t ratio = s->query_heads / s->kv_heads;
   oracle_rows keys = {0}, values = {0};
   const oracle_attention oracle = {.keys = &keys,
                                    .values = &values,
+                                   .arithmetic = arithmetic,
                                    .query_dtype = s->query_dtype,
                                    .out_dtype = s->out_dtype,
                                    .scale = scene->call.scale,
@@ -380,7 +382,8 @@ static bool expect_kv_head(const attention_scene *scene, nyb_path path, int64_t 
   return good;
 }
 
-bool scene_expect(const attention_scene *scene, nyb_path path, scene_expected *e) {
+bool scene_expect(const attention_scene *scene, nyb_path path, oracle_arithmetic arithmetic,
+                  scene_expected *e) {
   const attention_shape *s = &scene->shape;
   const size_t rows = (size_t)row_count(s);
   *e = (scene_expected){.out = calloc(rows * (size_t)s->value_dim, sizeof(double)),
@@ -391,7 +394,7 @@ bool scene_expect(const attention_scene *scene, nyb_path path, scene_expected *e
   bool good = e->out != NULL && e->out_error != NULL && e->lse != NULL && e->lse_error != NULL &&
               query != NULL;
   for (int64_t i = 0; i < s->batch * s->kv_heads && good; i++) {
-    good = expect_kv_head(scene, path, i / s->kv_heads, i % s->kv_heads, query, e);
+    good = expect_kv_head(scene, path, arithmetic, i / s->kv_heads, i % s->kv_heads, query, e);
   }
   free(query);
   if (!good) scene_expected_free(e);
@@ -400,33 +403,37 @@ bool scene_expect(const attention_scene *scene, nyb_path path, scene_expected *e
 
 /* ---- Running ------------------------------------------------------------------------------ */
 
-enum { WORKSPACE_GUARD_BYTES = 256, WORKSPACE_GUARD = 0xa5 };
-
 static bool prepare_workspace(attention_scene *scene, size_t bytes) {
   if (scene->workspace == NULL || scene->workspace_bytes < bytes) {
     free(scene->workspace);
-    const size_t all = (bytes + WORKSPACE_GUARD_BYTES + 63) / 64 * 64;
+    const size_t all = (bytes + CHECK_WORKSPACE_GUARD_BYTES + 63) / 64 * 64;
     scene->workspace = aligned_alloc(NYB_WORKSPACE_ALIGNMENT, all);
   }
   if (scene->workspace == NULL) return false;
   scene->workspace_bytes = bytes;
   memset(scene->workspace, 0xff, bytes); /* NaN in every dtype */
-  memset((uint8_t *)scene->workspace + bytes, WORKSPACE_GUARD, WORKSPACE_GUARD_BYTES);
+  memset((uint8_t *)scene->workspace + bytes, CHECK_WORKSPACE_GUARD, CHECK_WORKSPACE_GUARD_BYTES);
   return true;
 }
 
-nyb_status scene_run(attention_scene *scene, const check_library *library, nyb_context *context,
-                     nyb_path path) {
-  nyb_plan plan = NYB_PLAN_INIT;
+nyb_status scene_prepare(attention_scene *scene, nyb_context *context, nyb_path path) {
+  scene->plan = (nyb_plan)NYB_PLAN_INIT;
   scene->call.path = path;
-  const nyb_status status = nyb_attention_plan(context, &scene->call, &plan);
+  const nyb_status status = nyb_attention_plan(context, &scene->call, &scene->plan);
   if (status != NYB_OK) return status;
-  if (plan.path != path) return NYB_ERROR_UNSUPPORTED;
-  if (!prepare_workspace(scene, plan.workspace_bytes)) return NYB_ERROR_OUT_OF_MEMORY;
+  if (scene->plan.path != path) return NYB_ERROR_UNSUPPORTED;
+  if (!prepare_workspace(scene, scene->plan.workspace_bytes)) return NYB_ERROR_OUT_OF_MEMORY;
   check_buffer_poison(&scene->out);
   check_buffer_seal(&scene->out);
   check_buffer_poison(&scene->lse);
   check_buffer_seal(&scene->lse);
+  return NYB_OK;
+}
+
+nyb_status scene_run(attention_scene *scene, const check_library *library, nyb_context *context,
+                     nyb_path path) {
+  const nyb_status status = scene_prepare(scene, context, path);
+  if (status != NYB_OK) return status;
   return library->attention(context, &scene->call, scene->workspace, scene->workspace_bytes, NULL);
 }
 
@@ -461,8 +468,9 @@ static bool find_stray_write(attention_scene *scene, char *text, size_t text_siz
              (long long)at, names[i]);
     return true;
   }
-  for (int i = 0; i < WORKSPACE_GUARD_BYTES; i++) {
-    if (((uint8_t *)scene->workspace)[scene->workspace_bytes + (size_t)i] == WORKSPACE_GUARD) {
+  for (int i = 0; i < CHECK_WORKSPACE_GUARD_BYTES; i++) {
+    if (((uint8_t *)scene->workspace)[scene->workspace_bytes + (size_t)i] ==
+        CHECK_WORKSPACE_GUARD) {
       continue;
     }
     snprintf(text, text_size, "workspace byte %zu + %d was written", scene->workspace_bytes, i);

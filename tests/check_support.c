@@ -8,6 +8,7 @@
 #include <string.h>
 
 #include "check.h"
+#include "check_stage.h"
 
 const check_library check_nybble = {
     .quantize = nyb_quantize_run,
@@ -19,13 +20,22 @@ const check_library check_nybble = {
 /* ---- Tallies ------------------------------------------------------------------------------ */
 
 /* The spelled-out paths are no kernels, but are checked and counted beside them. */
-static const char *const path_operations[] = {"attention_compat", "geglu_compat"};
-enum { PATH_COUNT = sizeof path_operations / sizeof path_operations[0] };
+typedef struct path_tally {
+  const char *name, *operation;
+  nyb_isa isa;
+} path_tally;
+static const path_tally paths[] = {
+    {"attention_compat", "attention_compat", NYB_ISA_SCALAR},
+    {"geglu_compat", "geglu_compat", NYB_ISA_SCALAR},
+    {"geglu_compat_cuda", "geglu_compat", NYB_ISA_CUDA}, /* attention_compat has kernels there */
+};
+enum { PATH_COUNT = sizeof paths / sizeof paths[0] };
 
 static bool operation_asked(const check_run *run, const char *operation) {
   const char *asked = run->options.operation;
   if (asked == NULL || strncmp(operation, asked, strlen(asked)) == 0) return true;
-  return strcmp(asked, "quantize") == 0 && strcmp(operation, "dequantize") == 0;
+  return (strcmp(asked, "quantize") == 0 && strcmp(operation, "dequantize") == 0) ||
+         (strcmp(asked, "append") == 0 && strcmp(operation, "cache_append") == 0);
 }
 
 bool check_wants_format(const check_run *run, const char *format) {
@@ -52,11 +62,11 @@ static bool make_tallies(check_run *run) {
     check_tally *tally = &run->tallies[i];
     tally->index = i < kernels ? i : -1;
     if (i >= kernels) {
-      const char *name = path_operations[i - kernels];
-      tally->kernel = (nyb_kernel){.name = name,
-                                   .operation = name,
+      const path_tally *path = &paths[i - kernels];
+      tally->kernel = (nyb_kernel){.name = path->name,
+                                   .operation = path->operation,
                                    .format = "",
-                                   .isa = NYB_ISA_SCALAR,
+                                   .isa = path->isa,
                                    .runs_here = true,
                                    .reason = ""};
     } else {
@@ -64,7 +74,10 @@ static bool make_tallies(check_run *run) {
       if (nyb_kernel_at(NULL, i, &tally->kernel) != NYB_OK) return false;
     }
     const nyb_isa isa = run->options.isa;
-    if (!operation_asked(run, tally->kernel.operation)) {
+    const bool cuda = tally->kernel.isa == NYB_ISA_CUDA;
+    if (cuda != (run->options.backend == NYB_BACKEND_CUDA)) {
+      skip(tally, "another backend was asked for");
+    } else if (!operation_asked(run, tally->kernel.operation)) {
       skip(tally, "another operation was asked for");
     } else if (!format_asked(run, &tally->kernel)) {
       skip(tally, "another format was asked for");
@@ -88,16 +101,45 @@ check_tally *check_find(check_run *run, const char *operation, const char *forma
   return NULL;
 }
 
+check_tally *check_find_name(check_run *run, const char *name) {
+  for (int64_t i = 0; i < run->tally_count; i++) {
+    check_tally *tally = &run->tallies[i];
+    if (strcmp(tally->kernel.name, name) == 0) {
+      return tally->skipped != 0 || run->contexts[tally->kernel.isa] == NULL ? NULL : tally;
+    }
+  }
+  return NULL;
+}
+
 void check_pass(check_tally *tally) { tally->passed++; }
 
-void check_fail(check_run *run, check_tally *tally, const char *format, ...) {
+static void note_failure(check_run *run, check_tally *tally, const char *format,
+                         va_list arguments) {
   tally->failed++;
   if (run->failures_kept == CHECK_KEPT_FAILURES) return;
   char *text = run->failures[run->failures_kept++];
   const int used = snprintf(text, CHECK_FAILURE_CHARACTERS, "%s: ", tally->kernel.name);
+  vsnprintf(text + used, CHECK_FAILURE_CHARACTERS - (size_t)used, format, arguments);
+}
+
+void check_fail(check_run *run, check_tally *tally, const char *format, ...) {
   va_list arguments;
   va_start(arguments, format);
-  vsnprintf(text + used, CHECK_FAILURE_CHARACTERS - (size_t)used, format, arguments);
+  note_failure(run, tally, format, arguments);
+  va_end(arguments);
+}
+
+void check_fail_cuda(check_run *run, const char *operation, const char *format, ...) {
+  check_tally *tally = NULL;
+  for (int64_t i = run->tally_count - 1; i >= 0; i--) {
+    check_tally *other = &run->tallies[i];
+    const bool begins = strncmp(other->kernel.operation, operation, strlen(operation)) == 0;
+    if (other->kernel.isa == NYB_ISA_CUDA && other->skipped == 0 && begins) tally = other;
+  }
+  if (tally == NULL) return; /* then nothing was asked for */
+  va_list arguments;
+  va_start(arguments, format);
+  note_failure(run, tally, format, arguments);
   va_end(arguments);
 }
 
@@ -117,8 +159,8 @@ void check_note_error(check_tally *tally, double error, double tolerance) {
 static int64_t path_calls(const check_run *run, const check_tally *tally) {
   nyb_counters counters = NYB_COUNTERS_INIT;
   nyb_counters_get(run->contexts[tally->kernel.isa], &counters);
-  return strcmp(tally->kernel.name, "geglu_compat") == 0 ? counters.geglu_compat
-                                                         : counters.attention_compat;
+  return strcmp(tally->kernel.operation, "geglu_compat") == 0 ? counters.geglu_compat
+                                                              : counters.attention_compat;
 }
 
 int64_t check_calls(const check_run *run, const check_tally *tally) {
@@ -163,7 +205,7 @@ void check_parallel_for(void *user_data, int64_t task_count, nyb_task task, void
 
 static void make_contexts(check_run *run) {
   static int64_t threads = 2;
-  for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
+  for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_CUDA; isa++) {
     check_tally *first = NULL;
     for (int64_t i = 0; i < run->tally_count && first == NULL; i++) {
       check_tally *tally = &run->tallies[i];
@@ -171,7 +213,9 @@ static void make_contexts(check_run *run) {
     }
     if (first == NULL) continue;
     const nyb_context_options options = {.struct_size = sizeof options,
-                                         .isa = isa,
+                                         .isa = isa == NYB_ISA_CUDA ? NYB_ISA_AUTO : isa,
+                                         .backend = run->options.backend,
+                                         .device = run->options.device,
                                          .threads = threads,
                                          .parallel_for = check_parallel_for,
                                          .parallel_for_data = &threads};
@@ -194,11 +238,24 @@ static void add_up(check_run *run) {
   }
 }
 
+/* The library's context uses the primary context that is current from here on. */
+static bool open_device(check_run *run) {
+  const bool cuda = run->options.backend == NYB_BACKEND_CUDA;
+  if (run->options.library == NULL) run->options.library = cuda ? &check_staged : &check_nybble;
+  if (!cuda) return true;
+  if (!check_stage_open(run->options.device)) return false;
+  check_stage_place(run->options.sanitizer ? STAGE_SEPARATE : STAGE_AS_ON_HOST);
+  return true;
+}
+
 check_run *check_all(const check_options *options) {
   check_run *run = calloc(1, sizeof *run);
   if (run == NULL) return NULL;
   run->options = *options;
-  if (run->options.library == NULL) run->options.library = &check_nybble;
+  if (!open_device(run)) {
+    check_free(run);
+    return NULL;
+  }
   if (!make_tallies(run)) {
     check_free(run);
     return NULL;
@@ -207,14 +264,21 @@ check_run *check_all(const check_options *options) {
   if (operation_asked(run, "quantize")) check_quantize(run);
   if (operation_asked(run, "geglu")) check_geglu(run);
   if (operation_asked(run, "attention")) check_attention(run);
+  if (operation_asked(run, "cache_append") && run->options.backend == NYB_BACKEND_CUDA) {
+    check_append(run);
+  }
   add_up(run);
   return run;
 }
 
 void check_free(check_run *run) {
   if (run == NULL) return;
-  for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
+  for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_CUDA; isa++) {
     nyb_context_destroy(run->contexts[isa]);
+  }
+  if (run->options.backend == NYB_BACKEND_CUDA) {
+    check_stage_close();
+    device_close();
   }
   free(run->tallies);
   free(run);
@@ -242,6 +306,30 @@ enum { GUARD_BYTES = 256, SHIFT_BYTES = 4 };
 /* 0xff in every byte is NaN as f32, f16 and bf16 alike, and the largest code of every width. */
 enum { POISON = 0xff };
 
+/* Which buffers live: a call's are few, and a check makes one call's at a time. */
+enum { MAX_BUFFERS = 256 };
+static check_buffer live_buffers[MAX_BUFFERS]; /* copies; memory NULL: free */
+
+const check_buffer *check_buffer_around(const void *address) {
+  const uint8_t *at = address;
+  for (int i = 0; i < MAX_BUFFERS; i++) {
+    const check_buffer *buffer = &live_buffers[i];
+    if (buffer->memory != NULL && at >= buffer->memory &&
+        at < buffer->memory + buffer->memory_bytes) {
+      return buffer;
+    }
+  }
+  return NULL;
+}
+
+/* Takes the first free place: for memory NULL; gives back the place that memory has. */
+static check_buffer *live_place(const uint8_t *memory) {
+  for (int i = 0; i < MAX_BUFFERS; i++) {
+    if (live_buffers[i].memory == memory) return &live_buffers[i];
+  }
+  return NULL;
+}
+
 bool check_buffer_make(check_buffer *buffer, int64_t data_bytes) {
   const size_t bytes = 2 * GUARD_BYTES + SHIFT_BYTES + (size_t)data_bytes;
   *buffer = (check_buffer){.memory = malloc(bytes),
@@ -255,10 +343,18 @@ bool check_buffer_make(check_buffer *buffer, int64_t data_bytes) {
   check_buffer_poison(buffer);
   /* malloc aligns to 16 at least, so that data is aligned to 4 and to no more. */
   buffer->data = buffer->memory + GUARD_BYTES + SHIFT_BYTES;
+  check_buffer *place = live_place(NULL);
+  if (place == NULL) {
+    check_buffer_free(buffer);
+    return false;
+  }
+  *place = *buffer;
   return true;
 }
 
 void check_buffer_free(check_buffer *buffer) {
+  check_buffer *place = buffer->memory != NULL ? live_place(buffer->memory) : NULL;
+  if (place != NULL) *place = (check_buffer){0};
   free(buffer->memory);
   free(buffer->image);
   *buffer = (check_buffer){0};

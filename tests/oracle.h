@@ -68,6 +68,7 @@ typedef struct oracle_rows {
   int64_t group_size;  /* 0: plain */
   double *value;       /* [tokens, dim] */
   double *magnitude;   /* |scale| * code + |bias|: what f32's rounding errors are relative to */
+  double *scaled;      /* |scale| * code, or |value| of plain rows */
   double *from_middle; /* affine: |code - middle|, middle being half of the largest code */
   double *scale;       /* affine: [tokens, dim / group_size] */
   double middle;
@@ -80,8 +81,16 @@ bool oracle_rows_decode(const nyb_stored *rows, int64_t batch_index, int64_t hea
                         int64_t dim, oracle_rows *decoded);
 void oracle_rows_free(oracle_rows *decoded);
 
+/* How a fused kernel calculates: what its errors are derived from (oracle_attention.c). */
+typedef enum oracle_arithmetic {
+  ORACLE_CPU,         /* integer dots over affine rows */
+  ORACLE_CUDA_F32,    /* f32 throughout */
+  ORACLE_CUDA_WEIGHTS /* tensor cores: queries and weight * scale as f16, sums in f32 */
+} oracle_arithmetic;
+
 typedef struct oracle_attention {
   const oracle_rows *keys, *values;
+  oracle_arithmetic arithmetic;
   nyb_dtype query_dtype, out_dtype;
   double scale; /* the descriptor's f32 */
   nyb_rounding rounding;

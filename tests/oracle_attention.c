@@ -24,7 +24,20 @@
  * Affine values whose output has 16 bits are integer dots, too: within a tile of tokens and a group
  * of elements p * scale is held as int16, in steps of its largest / 32767; what that takes from the
  * sum of p * scale is put back at the middle code. So each token adds at most half a step times its
- * code's distance from the middle. */
+ * code's distance from the middle.
+ *
+ * On the GPU codes meet the tensor cores as the integers that they are, and sums are f32. A tensor
+ * core adds 16 products and the sum so far with less care than f32 additions one after the other
+ * would, but loses no more than one unit of the largest for each product, which is what depth
+ * counts. What comes to that:
+ *   - Queries: a row is brought into f16's range by a power of two, which is exact for bf16 and f16
+ *     but for elements that end among f16's subnormals: with the row's largest at 2^14 or more and
+ *     an element divided by up to 2^8, these lose 2^-25 * 2^8 / 2^14 = 2^-31 of the largest.
+ *   - Weights: p * scale is rounded to f16, a relative 2^-11 of each token's p * |scale| * code;
+ *     or, among the subnormals, 2^-25 where the largest weight is 1/2 or more and the largest scale
+ *     2^14 or more: 2^-38 of the largest product of the two for each unit of a code.
+ *   - Scores times log2(e), and 2^x of that: u * |score| each for score and product.
+ */
 #include <math.h>
 #include <stdlib.h>
 
@@ -38,6 +51,7 @@ enum { TILE_TOKENS = 64, CHUNK_TOKENS = 1024 };
 void oracle_rows_free(oracle_rows *decoded) {
   free(decoded->value);
   free(decoded->magnitude);
+  free(decoded->scaled);
   free(decoded->from_middle);
   free(decoded->scale);
   *decoded = (oracle_rows){0};
@@ -49,6 +63,7 @@ static void decode_plain_row(const nyb_stored *rows, int64_t first, int64_t toke
     const double value = oracle_load(rows->codes, rows->format.dtype, first + d);
     decoded->value[token * decoded->dim + d] = value;
     decoded->magnitude[token * decoded->dim + d] = fabs(value);
+    decoded->scaled[token * decoded->dim + d] = fabs(value);
   }
 }
 
@@ -66,6 +81,7 @@ static void decode_affine_row(const nyb_stored *rows, const int64_t first[3], in
     }
     const double code = oracle_code(codes, rows->format.bits, d);
     decoded->value[at] = scale * code + bias;
+    decoded->scaled[at] = fabs(scale * code);
     decoded->magnitude[at] = fabs(scale * code) + fabs(bias);
     decoded->from_middle[at] = fabs(code - decoded->middle);
   }
@@ -88,11 +104,12 @@ bool oracle_rows_decode(const nyb_stored *rows, int64_t batch_index, int64_t hea
       .finite = true,
       .value = malloc(count * sizeof(double)),
       .magnitude = malloc(count * sizeof(double)),
+      .scaled = malloc(count * sizeof(double)),
       .from_middle = malloc((plain ? 1 : count) * sizeof(double)),
       .scale = malloc((plain ? 1 : count) * sizeof(double)),
   };
-  if (decoded->value == NULL || decoded->magnitude == NULL || decoded->from_middle == NULL ||
-      decoded->scale == NULL) {
+  if (decoded->value == NULL || decoded->magnitude == NULL || decoded->scaled == NULL ||
+      decoded->from_middle == NULL || decoded->scale == NULL) {
     oracle_rows_free(decoded);
     return false;
   }
@@ -142,16 +159,22 @@ static double dot(const double *a, const double *b, int64_t count) {
 static bool rounds_scores(const oracle_attention *a) { return a->rounding == NYB_ROUNDING_MLX; }
 
 static bool has_integer_dots(const oracle_attention *a) {
-  return a->path == NYB_PATH_FUSED && a->keys->group_size != 0;
+  return a->arithmetic == ORACLE_CPU && a->path == NYB_PATH_FUSED && a->keys->group_size != 0;
+}
+
+static bool has_f16_weights(const oracle_attention *a) {
+  return a->arithmetic == ORACLE_CUDA_WEIGHTS && a->path == NYB_PATH_FUSED;
 }
 
 /* f32 operations of a score, one after the other at worst: integer dots become floats and take the
  * step, the scale and the bias, two sums for each group (four roundings where there is no FMA);
- * other scores are dim sums. Ten more hold and scale the query and unpack the key. */
+ * other scores are dim sums, and on the GPU the four for each group. Ten more hold and scale the
+ * query and unpack the key. */
 static double score_depth(const oracle_attention *a) {
-  const int64_t sums =
-      has_integer_dots(a) ? 4 * (a->keys->dim / a->keys->group_size) : a->keys->dim;
-  return (double)sums + 10;
+  const int64_t of_groups = a->keys->group_size != 0 ? 4 * (a->keys->dim / a->keys->group_size) : 0;
+  if (has_integer_dots(a)) return (double)of_groups + 10;
+  const int64_t on_gpu = a->arithmetic != ORACLE_CPU ? of_groups : 0;
+  return (double)(a->keys->dim + on_gpu) + 10;
 }
 
 /* Whether the fused path keeps what a 16-bit output would not show. */
@@ -177,6 +200,13 @@ static void find_step_errors(const oracle_attention *a, row_state *row) {
   }
 }
 
+/* In f16, relative to the codes' part of a key, which its magnitude exceeds. */
+static void find_f16_errors(const oracle_attention *a, row_state *row) {
+  double largest = 0x1p-100;
+  for (int64_t d = 0; d < a->keys->dim; d++) largest = fmax(largest, fabs(row->query[d]));
+  for (int64_t d = 0; d < a->keys->dim; d++) row->sum_error[d] += largest * 0x1p-31;
+}
+
 /* q' = T(q * T(scale)), or q * scale; and the errors of holding it. */
 static void scale_query(const oracle_attention *a, const double *query, row_state *row) {
   const double depth = score_depth(a);
@@ -188,6 +218,7 @@ static void scale_query(const oracle_attention *a, const double *query, row_stat
     row->sum_error[d] = fabs(row->query[d]) * depth * ORACLE_F32_UNIT;
   }
   if (has_integer_dots(a)) find_step_errors(a, row);
+  if (has_f16_weights(a)) find_f16_errors(a, row);
 }
 
 /* sum of a_d * |b_d| */
@@ -275,6 +306,7 @@ static void soften(const oracle_attention *a, row_state *row) {
     row->probability[n] = exp(-below);
     row->sum += row->probability[n];
     row->delta[n] += ORACLE_F32_UNIT * (4 * below + 5 * (rescales + 2));
+    if (a->arithmetic != ORACLE_CPU) row->delta[n] += ORACLE_F32_UNIT * 2 * fabs(row->score[n]);
   }
   for (int64_t n = 0; n < row->visible; n++) {
     row->probability[n] /= row->sum;
@@ -337,8 +369,21 @@ static double largest_deviation(const oracle_attention *a, int64_t visible, int6
   return largest;
 }
 
+/* Adds the error of weight * scale as f16. */
+static void add_f16_weight_errors(const oracle_attention *a, const row_state *row, double *error) {
+  const int64_t dim = a->values->dim;
+  double largest = 0;
+  for (int64_t n = 0; n < row->visible; n++) largest = fmax(largest, row->probability[n]);
+  const double subnormal = 0x1p-38 * largest * a->values->largest;
+  for (int64_t n = 0; n < row->visible; n++) {
+    for (int64_t d = 0; d < dim; d++) {
+      error[d] += row->probability[n] * a->values->scaled[n * dim + d] * 0x1.01p-11 + subnormal;
+    }
+  }
+}
+
 static bool has_integer_weights(const oracle_attention *a) {
-  return a->values->group_size != 0 && !is_precise(a);
+  return a->arithmetic == ORACLE_CPU && a->values->group_size != 0 && !is_precise(a);
 }
 
 /* Adds the error of the integer weights of tokens [first, end), one tile, for one group. */
@@ -401,6 +446,7 @@ static void value_errors_fused(const oracle_attention *a, const row_state *row, 
     result->out_error[d] = from_weights + depth * ORACLE_F32_UNIT * result->out_error[d] + lost;
   }
   if (has_integer_weights(a)) add_weight_errors(a, row, result->out_error);
+  if (has_f16_weights(a)) add_f16_weight_errors(a, row, result->out_error);
 }
 
 /* Compat: p = T(exp * (1 / sum)), then a sum of products. Each p is a number of its own here: it

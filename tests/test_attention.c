@@ -66,7 +66,7 @@ static void assert_right(attention_scene *scene, nyb_context *context) {
   char text[256];
   double worst;
   run_scene(scene, context);
-  assert_true(scene_expect(scene, NYB_PATH_FUSED, &expected));
+  assert_true(scene_expect(scene, NYB_PATH_FUSED, ORACLE_CPU, &expected));
   const scene_fault fault = scene_compare(scene, &expected, &worst, text, sizeof text);
   scene_expected_free(&expected);
   if (fault != SCENE_GOOD && fault != SCENE_STRAY_WRITE) fail_msg("%s", text);

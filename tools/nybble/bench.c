@@ -8,6 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "check_device.h"
 #include "commands.h"
 #include "progress.h"
 
@@ -22,29 +23,40 @@ enum {
   KEY_RULE,
   KEY_REPEATS,
   KEY_SECONDS,
-  KEY_ELEMENTS
+  KEY_ELEMENTS,
+  KEY_BACKEND,
+  KEY_DEVICE
 };
 
 static const nyb_bench_operation *const operations[] = {&nyb_bench_attention, &nyb_bench_geglu,
-                                                        &nyb_bench_quantize, &nyb_bench_overhead};
+                                                        &nyb_bench_quantize, &nyb_bench_append,
+                                                        &nyb_bench_overhead};
 enum { OPERATIONS = sizeof operations / sizeof operations[0] };
 
 /* An option that only some operations know. */
 static const struct {
   int key;
   const char *name;
-  const nyb_bench_operation *operations[3];
+  const nyb_bench_operation *operations[4];
 } limited_options[] = {
-    {'s', "--shape", {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_quantize}},
-    {KEY_SHAPES, "--shapes", {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_quantize}},
+    {'s',
+     "--shape",
+     {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_quantize, &nyb_bench_append}},
+    {KEY_SHAPES,
+     "--shapes",
+     {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_quantize, &nyb_bench_append}},
     {KEY_ELEMENTS, "--elements", {&nyb_bench_geglu}},
     {KEY_QUERY_LEN, "--query-len", {&nyb_bench_attention}},
     {KEY_LENGTHS, "--lengths", {&nyb_bench_attention}},
-    {'b', "--bits", {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_overhead}},
-    {'g', "--group-size", {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_overhead}},
+    {'b',
+     "--bits",
+     {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_append, &nyb_bench_overhead}},
+    {'g',
+     "--group-size",
+     {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_append, &nyb_bench_overhead}},
     {KEY_PATH, "--path", {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_overhead}},
     {KEY_ROUNDING, "--rounding", {&nyb_bench_attention, &nyb_bench_overhead}},
-    {KEY_RULE, "--rule", {&nyb_bench_quantize}},
+    {KEY_RULE, "--rule", {&nyb_bench_quantize, &nyb_bench_append}},
 };
 enum { LIMITED_OPTIONS = sizeof limited_options / sizeof limited_options[0] };
 
@@ -156,7 +168,8 @@ static const nyb_bench_operation *parse_operation(const struct argp_state *state
   for (int i = 0; i < OPERATIONS; i++) {
     if (strcmp(text, operations[i]->name) == 0) return operations[i];
   }
-  argp_error(state, "\"%s\" is no operation; it must be attention, geglu, quantize or overhead",
+  argp_error(state,
+             "\"%s\" is no operation; it must be attention, geglu, quantize, append or overhead",
              text);
   return NULL;
 }
@@ -164,7 +177,7 @@ static const nyb_bench_operation *parse_operation(const struct argp_state *state
 static void check_limited_options(const arguments *given, const struct argp_state *state) {
   for (int i = 0; i < LIMITED_OPTIONS; i++) {
     bool known = !given->given[i];
-    for (int j = 0; j < 3; j++) known |= limited_options[i].operations[j] == given->operation;
+    for (int j = 0; j < 4; j++) known |= limited_options[i].operations[j] == given->operation;
     if (!known) {
       argp_error(state, "%s does not go with %s", limited_options[i].name, given->operation->name);
     }
@@ -189,13 +202,26 @@ static void finish_widths(arguments *given, const struct argp_state *state) {
   }
 }
 
+static void check_backend(const arguments *given, const struct argp_state *state) {
+  const nyb_bench_settings *settings = &given->settings;
+  const bool cuda = settings->backend == NYB_BACKEND_CUDA;
+  if (cuda ? !given->operation->on_cuda : !given->operation->on_cpu) {
+    argp_error(state, "%s is not measured on the backend %s", given->operation->name,
+               nyb_backend_name(settings->backend));
+  }
+  if (cuda && (settings->threads.count > 0 || settings->isas.count > 0)) {
+    argp_error(state, "--threads and --isa do not go with --backend cuda");
+  }
+}
+
 static void finish_arguments(arguments *given, const struct argp_state *state) {
   nyb_bench_settings *settings = &given->settings;
   if (given->operation == NULL) {
-    argp_error(state, "an operation must be given: attention, geglu, quantize or overhead");
+    argp_error(state, "an operation must be given: attention, geglu, quantize, append or overhead");
     return;
   }
   check_limited_options(given, state);
+  check_backend(given, state);
   finish_shapes(given, state);
   check_lengths(settings, state);
   finish_widths(given, state);
@@ -234,6 +260,10 @@ static error_t parse(int key, char *text, struct argp_state *state) {
     case KEY_DTYPE: settings->dtype = nyb_parse_dtype(state, "--dtype", text); return 0;
     case 't': nyb_parse_integers(state, "--threads", text, 0, 4096, &settings->threads); return 0;
     case KEY_ISA: nyb_parse_isas(state, "--isa", text, &settings->isas); return 0;
+    case KEY_BACKEND: settings->backend = nyb_parse_backend(state, "--backend", text); return 0;
+    case KEY_DEVICE:
+      settings->device = (int32_t)nyb_parse_integer(state, "--device", text, 0, INT32_MAX);
+      return 0;
     case KEY_PATH: settings->path = nyb_parse_path(state, "--path", text); return 0;
     case KEY_ROUNDING: settings->rounding = nyb_parse_rounding(state, "--rounding", text); return 0;
     case KEY_RULE: settings->rule = nyb_parse_rule(state, "--rule", text); return 0;
@@ -272,8 +302,29 @@ static int measure_ceilings(nyb_bench_run *run, const nyb_bench_operation *opera
   return status;
 }
 
+static int open_device(nyb_bench_run *run, const nyb_bench_operation *operation) {
+  const nyb_bench_settings *settings = run->settings;
+  if (!device_open(settings->device)) return nyb_bench_device_failed();
+  nyb_context_options options = NYB_CONTEXT_OPTIONS_INIT;
+  options.backend = NYB_BACKEND_CUDA;
+  options.device = settings->device;
+  nyb_bench_context on = {.threads = 1, .isa = NYB_ISA_CUDA, .backend = NYB_BACKEND_CUDA};
+  if (nyb_context_create(&options, &on.context) != NYB_OK) {
+    return nyb_command_failed("%s", nyb_last_error());
+  }
+  run->contexts[run->context_count++] = on;
+  nyb_bench_context *kept = &run->contexts[0];
+  if (!device_stream_create(&kept->stream)) return nyb_bench_device_failed();
+  if (!operation->needs_read && !operation->needs_copy) return 0;
+  return nyb_bench_measure_device_ceilings(&kept->read, &kept->copy);
+}
+
 static int open_contexts(nyb_bench_run *run, const nyb_bench_operation *operation) {
   const nyb_bench_settings *settings = run->settings;
+  if (settings->backend == NYB_BACKEND_CUDA) {
+    const int status = nyb_command_open(NYB_ISA_AUTO, 0, &run->preparer);
+    return status != 0 ? status : open_device(run, operation);
+  }
   for (int64_t i = 0; i < settings->isas.count; i++) {
     for (int64_t t = 0; t < settings->threads.count; t++) {
       nyb_bench_context on = {0};
@@ -287,7 +338,19 @@ static int open_contexts(nyb_bench_run *run, const nyb_bench_operation *operatio
       if (status != 0) return status;
     }
   }
+  run->preparer = run->contexts[0].context;
   return 0;
+}
+
+static void close_contexts(const nyb_bench_run *run) {
+  const bool cuda = run->settings->backend == NYB_BACKEND_CUDA;
+  for (int64_t i = 0; i < run->context_count; i++) {
+    if (cuda) device_stream_destroy(run->contexts[i].stream);
+    nyb_context_destroy(run->contexts[i].context);
+  }
+  if (!cuda) return;
+  nyb_context_destroy(run->preparer);
+  device_close();
 }
 
 /* ---- Printing ----------------------------------------------------------------------------- */
@@ -298,8 +361,12 @@ static void print_ceilings(const nyb_bench_run *run) {
     bool repeated = false;
     for (int64_t j = 0; j < i; j++) repeated |= run->contexts[j].threads == on->threads;
     if (repeated || on->read.median_gb_per_s <= 0) continue;
-    printf("%lld thread%s read %.1f GB/s", (long long)on->threads, on->threads == 1 ? "" : "s",
-           on->read.median_gb_per_s);
+    if (on->backend == NYB_BACKEND_CUDA) {
+      printf("%s: read %.1f GB/s", device_describe()->name, on->read.median_gb_per_s);
+    } else {
+      printf("%lld thread%s read %.1f GB/s", (long long)on->threads, on->threads == 1 ? "" : "s",
+             on->read.median_gb_per_s);
+    }
     if (on->copy.median_gb_per_s > 0) {
       printf(", copy %.1f GB/s (read and written)", on->copy.median_gb_per_s);
     }
@@ -325,7 +392,12 @@ static void print_json(nyb_bench_run *run, const nyb_bench_operation *operation)
   cJSON_AddStringToObject(json, "command", "bench");
   cJSON_AddStringToObject(json, "version", nyb_version());
   cJSON_AddStringToObject(json, "operation", operation->name);
-  cJSON_AddItemToObject(json, "machine", nyb_json_machine());
+  cJSON_AddStringToObject(json, "backend", nyb_backend_name(run->settings->backend));
+  cJSON *machine = nyb_json_machine();
+  if (run->settings->backend == NYB_BACKEND_CUDA) {
+    cJSON_AddStringToObject(machine, "device", device_describe()->name);
+  }
+  cJSON_AddItemToObject(json, "machine", machine);
   add_ceiling(json, "read", &most->read); /* each result has that of its own threads */
   add_ceiling(json, "copy", &most->copy);
   cJSON_AddItemToObject(json, "results", run->results);
@@ -357,7 +429,7 @@ static int run_operation(const arguments *given) {
       print_text(&run);
     }
   }
-  for (int64_t i = 0; i < run.context_count; i++) nyb_context_destroy(run.contexts[i].context);
+  close_contexts(&run);
   cJSON_Delete(run.results);
   nyb_table_destroy(run.table);
   return status;
@@ -368,7 +440,8 @@ int nyb_command_bench(int argc, char **argv) {
       {.name = "shape",
        .key = 's',
        .arg = "SHAPE",
-       .doc = "attention: B,Hq,Hkv,D,N; geglu: ROWS,COLUMNS; quantize: ROWS,DIM; repeatable"},
+       .doc = "attention: B,Hq,Hkv,D,N; geglu: ROWS,COLUMNS; quantize: ROWS,DIM; append: B,Hkv,D; "
+              "repeatable"},
       {.name = "shapes",
        .key = KEY_SHAPES,
        .arg = "FILE",
@@ -402,12 +475,14 @@ int nyb_command_bench(int argc, char **argv) {
        .key = KEY_ISA,
        .arg = "ISA",
        .doc = "scalar, avx2, avx512, neon or auto; a list with commas; repeatable (auto)"},
+      {.name = "backend", .key = KEY_BACKEND, .arg = "NAME", .doc = "cpu or cuda (cpu)"},
+      {.name = "device", .key = KEY_DEVICE, .arg = "N", .doc = "cuda: the device (0)"},
       {.name = "path", .key = KEY_PATH, .arg = "PATH", .doc = "fused, compat or auto (auto)"},
       {.name = "rounding", .key = KEY_ROUNDING, .arg = "RULE", .doc = "exact or mlx (exact)"},
       {.name = "rule",
        .key = KEY_RULE,
        .arg = "RULE",
-       .doc = "quantize: mlx_cpu or mlx_gpu (mlx_cpu)"},
+       .doc = "quantize, append: mlx_cpu or mlx_gpu (mlx_cpu)"},
       {.name = "repeats",
        .key = KEY_REPEATS,
        .arg = "N",
@@ -422,11 +497,12 @@ int nyb_command_bench(int argc, char **argv) {
   static const struct argp argp = {
       .options = options,
       .parser = parse,
-      .args_doc = "attention|geglu|quantize|overhead",
+      .args_doc = "attention|geglu|quantize|append|overhead",
       .doc =
           "Measures single calls, cold (going round copies of the data in more memory than any "
           "cache holds) and warm (the same data again and again), beside the bandwidth that the "
-          "same number of threads reaches in plain code in the same run.\v"
+          "same number of threads reaches in plain code in the same run. On the GPU: replays of a "
+          "graph of many calls, beside what reading and copying reach there.\v"
           "GB/s counts, for attention, the bytes of K and V with their scales and biases, once; "
           "for geglu and quantize, all bytes read and written.",
   };

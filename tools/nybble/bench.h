@@ -27,6 +27,8 @@ typedef struct nyb_bench_settings {
   nyb_path path;
   nyb_rounding rounding;
   nyb_rule rule;
+  nyb_backend backend;
+  int32_t device;  /* CUDA */
   int64_t repeats; /* 0: as many as fit into seconds */
   double seconds;  /* of each measurement */
   bool json;
@@ -37,12 +39,12 @@ typedef struct nyb_timing {
   int64_t repeats;
 } nyb_timing;
 
-/* One measured call; index counts up from 0 through warm-up and measurement. */
+/* One measured call; index counts up from 0 through warm-up and measurement (on the GPU: through a
+ * graph). */
 typedef nyb_status (*nyb_bench_call)(void *data, int64_t index);
 
-/* Times single calls after a warm-up. Returns 0, or 1 after a sentence on stderr. */
-int nyb_bench_measure(const nyb_bench_settings *settings, nyb_bench_call call, void *data,
-                      nyb_timing *timing);
+/* The samples are sorted. */
+void nyb_bench_summarize(double *samples_us, int64_t count, nyb_timing *timing);
 
 /* ---- Contexts: one for each ISA and number of threads that was asked for ------------------- */
 
@@ -50,6 +52,8 @@ typedef struct nyb_bench_context {
   nyb_context *context;
   int64_t threads;
   nyb_isa isa;
+  nyb_backend backend;
+  nyb_stream stream;        /* CUDA */
   nyb_bandwidth read, copy; /* 0 where the operation is not held against it */
 } nyb_bench_context;
 
@@ -57,21 +61,46 @@ typedef struct nyb_bench_run {
   const nyb_bench_settings *settings;
   nyb_bench_context contexts[NYB_OPTION_LIST_MAX];
   int64_t context_count;
+  nyb_context *preparer; /* on the CPU: makes the data */
   cJSON *results;
   nyb_table *table;
 } nyb_bench_run;
 
+/* Times calls after a warm-up: on the CPU single ones, on the GPU graphs of many (one for each copy
+ * at least), a call's share of each replay; most_replays (0: any number) of them. Returns 0, or 1
+ * after a sentence on stderr. */
+typedef struct nyb_bench_copies nyb_bench_copies;
+int nyb_bench_measure(const nyb_bench_settings *settings, const nyb_bench_context *on,
+                      const nyb_bench_copies *copies, int64_t most_replays, nyb_bench_call call,
+                      void *data, nyb_timing *timing);
+
 /* ---- Memory that is cold ------------------------------------------------------------------ */
 
 /* Copies of one call's data, so many that going round them leaves no cache a chance. */
-typedef struct nyb_bench_copies {
+struct nyb_bench_copies {
   char *memory;
   int64_t copy_bytes, count;
-} nyb_bench_copies;
+};
 
-/* Copies of at least `bytes` each; more than 256 MB and twice the last-level cache in all. Returns
- * 0, or 1 after a sentence on stderr. */
-int nyb_bench_allocate_copies(int64_t bytes, nyb_bench_copies *copies);
+/* Copies of at least `bytes` each, on the host; more than 256 MB and twice the last-level cache in
+ * all; for the GPU one, which nyb_bench_place_copies() multiplies there. Returns 0, or 1 after a
+ * sentence on stderr. */
+int nyb_bench_allocate_copies(const nyb_bench_run *run, int64_t bytes, nyb_bench_copies *copies);
+/* The last step of preparing copies: on the GPU more than 512 MB and four times the L2 in all. */
+int nyb_bench_place_copies(const nyb_bench_run *run, nyb_bench_copies *copies);
+
+/* Takes memory from nyb_command_allocate() to where the calls want it, and ends it there. */
+int nyb_bench_place(const nyb_bench_run *run, void **memory, int64_t bytes);
+void nyb_bench_release(const nyb_bench_run *run, void *memory);
+/* A copy on the host, for free(). */
+int nyb_bench_fetch(const nyb_bench_run *run, const void *memory, int64_t bytes, void **host);
+
+/* The GPU's part of the above (bench_device.c). */
+int nyb_bench_device_failed(void);
+int nyb_bench_measure_device(const nyb_bench_settings *settings, const nyb_bench_context *on,
+                             const nyb_bench_copies *copies, int64_t most_replays,
+                             nyb_bench_call call, void *data, nyb_timing *timing);
+int nyb_bench_measure_device_ceilings(nyb_bandwidth *read, nyb_bandwidth *copy);
 
 /* The copy for the call `index`: always the first where warm, else another one each time, far from
  * the one before. */
@@ -110,6 +139,7 @@ typedef struct nyb_bench_operation {
   const nyb_bench_shape *default_shapes;
   int64_t default_shape_count;
   bool needs_read, needs_copy;
+  bool on_cpu, on_cuda;
   int (*run)(nyb_bench_run *run);
 } nyb_bench_operation;
 
@@ -117,5 +147,6 @@ extern const nyb_bench_operation nyb_bench_attention;
 extern const nyb_bench_operation nyb_bench_geglu;
 extern const nyb_bench_operation nyb_bench_quantize;
 extern const nyb_bench_operation nyb_bench_overhead;
+extern const nyb_bench_operation nyb_bench_append;
 
 #endif

@@ -152,6 +152,7 @@ typedef struct attention_call {
   nyb_attention attention;
   nyb_plan plan;
   void *workspace;
+  nyb_stream stream;
   bool cold;
 } attention_call;
 
@@ -169,7 +170,7 @@ static nyb_status run_call(void *data, int64_t index) {
   attention_call *call = data;
   point_call(call, index);
   return nyb_attention_run(call->context, &call->attention, call->workspace,
-                           call->plan.workspace_bytes, NULL);
+                           call->plan.workspace_bytes, call->stream);
 }
 
 static nyb_attention describe(const attention_bench *bench) {
@@ -242,21 +243,32 @@ static int measure(const attention_bench *bench, const nyb_bench_context *on, bo
                          .context = on->context,
                          .attention = describe(bench),
                          .plan = NYB_PLAN_INIT,
+                         .stream = on->stream,
                          .cold = cold};
   point_call(&call, 0);
   if (nyb_attention_plan(on->context, &call.attention, &call.plan) != NYB_OK) {
     return nyb_command_failed("%s", nyb_last_error());
   }
+  const nyb_bench_run *run = bench->run;
   call.workspace = nyb_command_allocate((int64_t)call.plan.workspace_bytes);
+  int status = nyb_bench_place(run, &call.workspace, (int64_t)call.plan.workspace_bytes);
+  if (status != 0) return status;
   nyb_progress_show("%s, %s, %s, %lld threads, %s",
                     nyb_bench_name_shape(bench->shape, NYB_BENCH_SHAPE_FIELDS).text,
                     nyb_name_width(bench->width).text, nyb_isa_name(on->isa),
                     (long long)on->threads, cold ? "cold" : "warm");
   nyb_timing timing;
-  int status = nyb_bench_measure(bench->run->settings, run_call, &call, &timing);
-  free(call.workspace);
+  status = nyb_bench_measure(run->settings, on, &bench->copies, 0, run_call, &call, &timing);
+  nyb_bench_release(run, call.workspace);
   if (status != 0) return status;
-  if (!nyb_bench_all_finite(bench->out, bench->run->settings->dtype, bench->out_elements)) {
+  const nyb_dtype dtype = run->settings->dtype;
+  void *out;
+  status =
+      nyb_bench_fetch(run, bench->out, bench->out_elements * (int64_t)nyb_dtype_bytes(dtype), &out);
+  const bool finite = status == 0 && nyb_bench_all_finite(out, dtype, bench->out_elements);
+  free(out);
+  if (status != 0) return status;
+  if (!finite) {
     return nyb_command_failed("the attention gave numbers that are not finite");
   }
   report(bench, on, &call, &timing);
@@ -285,7 +297,7 @@ static int size_caches(attention_bench *bench) {
   }
   bench->out_elements = elements;
   status = nyb_command_check_memory(elements * 12, "the queries of this shape");
-  return status != 0 ? status : nyb_bench_allocate_copies(end, &bench->copies);
+  return status != 0 ? status : nyb_bench_allocate_copies(bench->run, end, &bench->copies);
 }
 
 static void choose_lengths(attention_bench *bench) {
@@ -305,7 +317,7 @@ static void choose_lengths(attention_bench *bench) {
 static int prepare(attention_bench *bench) {
   const nyb_bench_settings *settings = bench->run->settings;
   const int64_t *field = bench->shape->field;
-  nyb_context *context = bench->run->contexts[0].context;
+  nyb_context *context = bench->run->preparer;
   int status = size_caches(bench);
   if (status != 0) return status;
   const int64_t heads = field[BATCH] * field[KV_HEADS];
@@ -318,9 +330,19 @@ static int prepare(attention_bench *bench) {
   if (status != 0) return status;
   choose_lengths(bench);
   const int64_t element_bytes = (int64_t)nyb_dtype_bytes(settings->dtype);
-  bench->query = nyb_command_allocate(bench->out_elements * element_bytes);
-  bench->out = nyb_command_allocate(bench->out_elements * element_bytes);
-  return nyb_bench_random_as(context, bench->query, settings->dtype, bench->out_elements, 3);
+  const int64_t out_bytes = bench->out_elements * element_bytes;
+  bench->query = nyb_command_allocate(out_bytes);
+  bench->out = nyb_command_allocate(out_bytes);
+  status = nyb_bench_random_as(context, bench->query, settings->dtype, bench->out_elements, 3);
+  if (status == 0) status = nyb_bench_place_copies(bench->run, &bench->copies);
+  if (status == 0) status = nyb_bench_place(bench->run, &bench->query, out_bytes);
+  if (status == 0) status = nyb_bench_place(bench->run, &bench->out, out_bytes);
+  void *lengths = bench->lengths;
+  if (status == 0) {
+    status = nyb_bench_place(bench->run, &lengths, field[BATCH] * (int64_t)sizeof(int32_t));
+    bench->lengths = lengths;
+  }
+  return status;
 }
 
 static int run_width(nyb_bench_run *run, const nyb_bench_shape *shape, nyb_width width) {
@@ -330,10 +352,10 @@ static int run_width(nyb_bench_run *run, const nyb_bench_shape *shape, nyb_width
     status = measure(&bench, &run->contexts[i], true);
     if (status == 0) status = measure(&bench, &run->contexts[i], false);
   }
-  free(bench.copies.memory);
-  free(bench.lengths);
-  free(bench.query);
-  free(bench.out);
+  nyb_bench_release(run, bench.copies.memory);
+  nyb_bench_release(run, bench.lengths);
+  nyb_bench_release(run, bench.query);
+  nyb_bench_release(run, bench.out);
   return status;
 }
 
@@ -358,5 +380,7 @@ const nyb_bench_operation nyb_bench_attention = {
     .default_shapes = default_shapes,
     .default_shape_count = sizeof default_shapes / sizeof default_shapes[0],
     .needs_read = true,
+    .on_cpu = true,
+    .on_cuda = true,
     .run = run_shapes,
 };

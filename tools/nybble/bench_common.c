@@ -26,8 +26,21 @@ static int warm_up(double seconds, nyb_bench_call call, void *data, int64_t *ind
   return 0;
 }
 
-int nyb_bench_measure(const nyb_bench_settings *settings, nyb_bench_call call, void *data,
-                      nyb_timing *timing) {
+void nyb_bench_summarize(double *samples_us, int64_t count, nyb_timing *timing) {
+  nyb_sort_samples(samples_us, count);
+  *timing = (nyb_timing){.median_us = nyb_quantile(samples_us, count, 0.5),
+                         .min_us = samples_us[0],
+                         .p10_us = nyb_quantile(samples_us, count, 0.1),
+                         .p90_us = nyb_quantile(samples_us, count, 0.9),
+                         .repeats = count};
+}
+
+int nyb_bench_measure(const nyb_bench_settings *settings, const nyb_bench_context *on,
+                      const nyb_bench_copies *copies, int64_t most_replays, nyb_bench_call call,
+                      void *data, nyb_timing *timing) {
+  if (on->backend == NYB_BACKEND_CUDA) {
+    return nyb_bench_measure_device(settings, on, copies, most_replays, call, data, timing);
+  }
   const int64_t most = settings->repeats > 0 ? settings->repeats : MAX_REPEATS;
   double *samples = nyb_command_allocate(most * (int64_t)sizeof *samples);
   int64_t index = 0, count = 0;
@@ -40,14 +53,7 @@ int nyb_bench_measure(const nyb_bench_settings *settings, nyb_bench_call call, v
     if (call(data, index++) != NYB_OK) status = failed();
     samples[count++] = (double)(nyb_now_ns() - start_ns) * 1e-3;
   }
-  if (status == 0) {
-    nyb_sort_samples(samples, count);
-    *timing = (nyb_timing){.median_us = nyb_quantile(samples, count, 0.5),
-                           .min_us = samples[0],
-                           .p10_us = nyb_quantile(samples, count, 0.1),
-                           .p90_us = nyb_quantile(samples, count, 0.9),
-                           .repeats = count};
-  }
+  if (status == 0) nyb_bench_summarize(samples, count, timing);
   free(samples);
   return status;
 }
@@ -63,8 +69,9 @@ static int64_t cold_bytes(void) {
   return least;
 }
 
-int nyb_bench_allocate_copies(int64_t bytes, nyb_bench_copies *copies) {
-  const int64_t page_bytes = 4096, least = cold_bytes();
+int nyb_bench_allocate_copies(const nyb_bench_run *run, int64_t bytes, nyb_bench_copies *copies) {
+  const int64_t page_bytes = 4096;
+  const int64_t least = run->settings->backend == NYB_BACKEND_CPU ? cold_bytes() : 1;
   if (bytes > INT64_MAX - page_bytes) return nyb_command_failed("the shape is too large");
   const int64_t copy_bytes = (bytes + page_bytes - 1) / page_bytes * page_bytes;
   const int64_t count = (least + copy_bytes - 1) / copy_bytes;
@@ -109,6 +116,10 @@ void nyb_bench_random(float *data, int64_t count, uint64_t seed) {
 
 int nyb_bench_random_as(nyb_context *context, void *data, nyb_dtype dtype, int64_t count,
                         uint64_t seed) {
+  /* More than this much is repeated. */
+  enum { DISTINCT = 1 << 24 };
+  const int64_t all = count;
+  if (count > DISTINCT) count = DISTINCT;
   float *wide = nyb_command_allocate(count * (int64_t)sizeof *wide);
   nyb_bench_random(wide, count, seed);
   nyb_quantize convert = NYB_QUANTIZE_INIT;
@@ -122,6 +133,11 @@ int nyb_bench_random_as(nyb_context *context, void *data, nyb_dtype dtype, int64
                                        .codes_stride = {0, 0, count}};
   const nyb_status status = nyb_quantize_run(context, &convert, NULL);
   free(wide);
+  const int64_t element_bytes = (int64_t)nyb_dtype_bytes(dtype);
+  for (int64_t done = count; done < all && status == NYB_OK; done += count) {
+    const int64_t more = all - done < count ? all - done : count;
+    memcpy((char *)data + done * element_bytes, data, (size_t)(more * element_bytes));
+  }
   return status == NYB_OK ? 0 : failed();
 }
 

@@ -20,6 +20,7 @@ typedef struct geglu_call {
   const nyb_bench_copies *copies; /* each: gate, up, out */
   nyb_geglu geglu;
   int64_t part_bytes;
+  nyb_stream stream;
   bool cold;
 } geglu_call;
 
@@ -29,7 +30,7 @@ static nyb_status run_call(void *data, int64_t index) {
   call->geglu.gate = copy;
   call->geglu.up = copy + call->part_bytes;
   call->geglu.out = copy + 2 * call->part_bytes;
-  return nyb_geglu_run(call->context, &call->geglu, NULL);
+  return nyb_geglu_run(call->context, &call->geglu, call->stream);
 }
 
 /* Which path ran, as the counters tell. */
@@ -66,6 +67,7 @@ static int measure(nyb_bench_run *run, const nyb_bench_shape *shape, const nyb_b
                      .copies = copies,
                      .geglu = NYB_GEGLU_INIT,
                      .part_bytes = part_bytes,
+                     .stream = on->stream,
                      .cold = cold};
   call.geglu.rows = shape->field[ROWS];
   call.geglu.columns = shape->field[COLUMNS];
@@ -76,10 +78,16 @@ static int measure(nyb_bench_run *run, const nyb_bench_shape *shape, const nyb_b
                     nyb_isa_name(on->isa), (long long)on->threads, cold ? "cold" : "warm");
   nyb_counters_clear(on->context);
   nyb_timing timing;
-  const int status = nyb_bench_measure(settings, run_call, &call, &timing);
+  int status = nyb_bench_measure(settings, on, copies, 0, run_call, &call, &timing);
   if (status != 0) return status;
   const int64_t elements = shape->field[ROWS] * shape->field[COLUMNS];
-  if (!nyb_bench_all_finite(call.geglu.out, settings->dtype, elements)) {
+  void *out;
+  status = nyb_bench_fetch(run, call.geglu.out,
+                           elements * (int64_t)nyb_dtype_bytes(settings->dtype), &out);
+  const bool finite = status == 0 && nyb_bench_all_finite(out, settings->dtype, elements);
+  free(out);
+  if (status != 0) return status;
+  if (!finite) {
     return nyb_command_failed("geglu gave numbers that are not finite");
   }
   report(run, shape, on, &call, &timing, 3 * elements * (int64_t)nyb_dtype_bytes(settings->dtype));
@@ -96,10 +104,10 @@ static int run_shape(nyb_bench_run *run, const nyb_bench_shape *shape) {
   }
   const int64_t part_bytes = (elements * (int64_t)nyb_dtype_bytes(dtype) + 63) / 64 * 64;
   nyb_bench_copies copies;
-  int status = nyb_bench_allocate_copies(3 * part_bytes, &copies);
+  int status = nyb_bench_allocate_copies(run, 3 * part_bytes, &copies);
   if (status != 0) return status;
   nyb_progress_show("filling the memory");
-  nyb_context *context = run->contexts[0].context;
+  nyb_context *context = run->preparer;
   status = nyb_bench_random_as(context, copies.memory, dtype, elements, 1);
   if (status == 0) {
     status = nyb_bench_random_as(context, copies.memory + part_bytes, dtype, elements, 2);
@@ -107,11 +115,12 @@ static int run_shape(nyb_bench_run *run, const nyb_bench_shape *shape) {
   for (int64_t i = 1; i < copies.count; i++) {
     memcpy(copies.memory + i * copies.copy_bytes, copies.memory, (size_t)copies.copy_bytes);
   }
+  if (status == 0) status = nyb_bench_place_copies(run, &copies);
   for (int64_t i = 0; i < run->context_count && status == 0; i++) {
     status = measure(run, shape, &run->contexts[i], &copies, part_bytes, true);
     if (status == 0) status = measure(run, shape, &run->contexts[i], &copies, part_bytes, false);
   }
-  free(copies.memory);
+  nyb_bench_release(run, copies.memory);
   return status;
 }
 
@@ -134,5 +143,7 @@ const nyb_bench_operation nyb_bench_geglu = {
     .default_shape_count = sizeof default_shapes / sizeof default_shapes[0],
     .needs_read = true,
     .needs_copy = true,
+    .on_cpu = true,
+    .on_cuda = true,
     .run = run_shapes,
 };

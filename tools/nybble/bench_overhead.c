@@ -154,7 +154,7 @@ static int measure(nyb_bench_run *run, const nyb_bench_context *on, nyb_width wi
   for (size_t i = 0; i < sizeof operations / sizeof operations[0] && status == 0; i++) {
     nyb_progress_show("overhead of %s, %s", operations[i].name, nyb_name_width(width).text);
     nyb_timing timing;
-    status = nyb_bench_measure(run->settings, operations[i].call, &s, &timing);
+    status = nyb_bench_measure(run->settings, on, NULL, 0, operations[i].call, &s, &timing);
     const bool no_cache = operations[i].call == run_geglu;
     if (status == 0) {
       report(run, on, operations[i].name, no_cache ? "" : nyb_name_width(width).text, &timing);
@@ -178,6 +178,7 @@ static int run_widths(nyb_bench_run *run) {
 
 const nyb_bench_operation nyb_bench_overhead = {
     .name = "overhead",
+    .on_cpu = true,
     .columns = "<call|<cache|<isa|>threads|>median ns|>min|>p10|>p90|>calls",
     .run = run_widths,
 };

@@ -21,6 +21,7 @@ typedef struct quantize_call {
   nyb_quantize quantize;
   nyb_dequantize dequantize;
   int64_t codes_offset, scales_offset, biases_offset;
+  nyb_stream stream;
   bool cold, backwards;
 } quantize_call;
 
@@ -34,13 +35,13 @@ static nyb_status run_call(void *data, int64_t index) {
     call->dequantize.input.codes = codes;
     call->dequantize.input.scales = scales;
     call->dequantize.input.biases = biases;
-    return nyb_dequantize_run(call->context, &call->dequantize, NULL);
+    return nyb_dequantize_run(call->context, &call->dequantize, call->stream);
   }
   call->quantize.input.data = copy;
   call->quantize.output.codes = codes;
   call->quantize.output.scales = scales;
   call->quantize.output.biases = biases;
-  return nyb_quantize_run(call->context, &call->quantize, NULL);
+  return nyb_quantize_run(call->context, &call->quantize, call->stream);
 }
 
 static void describe(quantize_call *call, const nyb_bench_settings *settings,
@@ -103,6 +104,7 @@ static int measure_all(nyb_bench_run *run, const nyb_bench_shape *shape, int32_t
   for (int64_t i = 0; i < run->context_count; i++) {
     const nyb_bench_context *on = &run->contexts[i];
     call->context = on->context;
+    call->stream = on->stream;
     for (int turn = 0; turn < 4 && status == 0; turn++) {
       call->backwards = turn >= 2;
       call->cold = turn % 2 == 0;
@@ -111,7 +113,7 @@ static int measure_all(nyb_bench_run *run, const nyb_bench_shape *shape, int32_t
                         nyb_bench_name_shape(shape, FIELDS).text, (int)bits, nyb_isa_name(on->isa),
                         (long long)on->threads, call->cold ? "cold" : "warm");
       nyb_timing timing;
-      status = nyb_bench_measure(run->settings, run_call, call, &timing);
+      status = nyb_bench_measure(run->settings, on, call->copies, 0, run_call, call, &timing);
       if (status == 0) report(run, shape, bits, on, call, &timing, bytes);
     }
   }
@@ -123,7 +125,7 @@ static int measure_all(nyb_bench_run *run, const nyb_bench_shape *shape, int32_t
 static int fill(nyb_bench_run *run, const nyb_bench_copies *copies, quantize_call *call,
                 int64_t elements) {
   nyb_progress_show("filling the memory");
-  nyb_context *context = run->contexts[0].context;
+  nyb_context *context = run->preparer;
   const int status =
       nyb_bench_random_as(context, copies->memory, run->settings->dtype, elements, 1);
   if (status != 0) return status;
@@ -156,14 +158,15 @@ static int run_width(nyb_bench_run *run, const nyb_bench_shape *shape, int32_t b
   call.scales_offset = call.codes_offset + (code_bytes + 63) / 64 * 64;
   call.biases_offset = call.scales_offset + (scale_bytes + 63) / 64 * 64;
   nyb_bench_copies copies;
-  int status = nyb_bench_allocate_copies(call.biases_offset + scale_bytes, &copies);
+  int status = nyb_bench_allocate_copies(run, call.biases_offset + scale_bytes, &copies);
   if (status != 0) return status;
   call.copies = &copies;
   status = fill(run, &copies, &call, elements);
+  if (status == 0) status = nyb_bench_place_copies(run, &copies);
   if (status == 0) {
     status = measure_all(run, shape, bits, &call, float_bytes + rows * row_bytes);
   }
-  free(copies.memory);
+  nyb_bench_release(run, copies.memory);
   return status;
 }
 
@@ -189,5 +192,7 @@ const nyb_bench_operation nyb_bench_quantize = {
     .default_shape_count = sizeof default_shapes / sizeof default_shapes[0],
     .needs_read = true,
     .needs_copy = true,
+    .on_cpu = true,
+    .on_cuda = true,
     .run = run_shapes,
 };

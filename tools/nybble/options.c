@@ -150,6 +150,12 @@ static const word rounding_words[] = {
 static const word rule_words[] = {
     {"mlx_cpu", NYB_RULE_MLX_CPU}, {"mlx_gpu", NYB_RULE_MLX_GPU}, {NULL, 0}};
 
+nyb_backend nyb_parse_backend(const struct argp_state *state, const char *option,
+                              const char *text) {
+  static const word words[] = {{"cpu", NYB_BACKEND_CPU}, {"cuda", NYB_BACKEND_CUDA}, {NULL, 0}};
+  return (nyb_backend)parse_word(state, option, text, words);
+}
+
 nyb_dtype nyb_parse_dtype(const struct argp_state *state, const char *option, const char *text) {
   static const word words[] = {{"bf16", NYB_BF16}, {"f16", NYB_F16}, {"f32", NYB_F32}, {NULL, 0}};
   return (nyb_dtype)parse_word(state, option, text, words);

@@ -49,6 +49,8 @@ int32_t nyb_parse_bits(const struct argp_state *state, const char *option, const
 void nyb_parse_widths(const struct argp_state *state, const char *option, const char *text,
                       nyb_width_list *list);
 int64_t nyb_parse_group_size(const struct argp_state *state, const char *option, const char *text);
+/* "cpu" or "cuda". */
+nyb_backend nyb_parse_backend(const struct argp_state *state, const char *option, const char *text);
 nyb_dtype nyb_parse_dtype(const struct argp_state *state, const char *option, const char *text);
 nyb_path nyb_parse_path(const struct argp_state *state, const char *option, const char *text);
 nyb_rounding nyb_parse_rounding(const struct argp_state *state, const char *option,

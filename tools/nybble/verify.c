@@ -8,7 +8,10 @@
 #include <unistd.h>
 
 #include "check.h"
+#include "check_device.h"
 #include "commands.h"
+#include "options.h"
+#include "support.h"
 
 typedef struct arguments {
   check_options options;
@@ -22,6 +25,8 @@ enum {
   OPTION_QUICK = 256,
   OPTION_ISA,
   OPTION_BACKEND,
+  OPTION_DEVICE,
+  OPTION_SANITIZER,
   OPTION_OPERATION,
   OPTION_FORMAT,
   OPTION_JSON
@@ -30,8 +35,12 @@ enum {
 static const struct argp_option option_list[] = {
     {"quick", OPTION_QUICK, NULL, 0, "A subset that takes seconds", 0},
     {"isa", OPTION_ISA, "NAME", 0, "Only kernels of scalar, avx2, avx512 or neon", 0},
-    {"backend", OPTION_BACKEND, "NAME", 0, "Only kernels of this backend: cpu", 0},
-    {"operation", OPTION_OPERATION, "NAME", 0, "Only quantize, geglu or attention", 0},
+    {"backend", OPTION_BACKEND, "NAME", 0, "Kernels of this backend: cpu or cuda (cpu)", 0},
+    {"device", OPTION_DEVICE, "N", 0, "cuda: the device (0)", 0},
+    {"operation", OPTION_OPERATION, "NAME", 0,
+     "Only quantize, geglu, attention or, on cuda, append", 0},
+    {"sanitizer", OPTION_SANITIZER, NULL, 0,
+     "cuda: few cases, each buffer an allocation of its own, for compute-sanitizer", 0},
     {"format", OPTION_FORMAT, "NAME", 0, "Only one stored format, as the report names it: affine4",
      0},
     {"json", OPTION_JSON, NULL, 0, "Print the report as JSON", 0},
@@ -53,7 +62,7 @@ static bool is_format(const char *name) {
 }
 
 static error_t parse_option(int key, char *value, struct argp_state *state) {
-  static const char *const operations[] = {"quantize", "geglu", "attention"};
+  static const char *const operations[] = {"quantize", "geglu", "attention", "append"};
   arguments *args = state->input;
   switch (key) {
     case OPTION_QUICK: args->options.quick = true; break;
@@ -65,14 +74,18 @@ static error_t parse_option(int key, char *value, struct argp_state *state) {
       }
       break;
     case OPTION_BACKEND:
-      if (strcmp(value, "cpu") != 0) argp_error(state, "--backend %s: it must be cpu", value);
+      args->options.backend = nyb_parse_backend(state, "--backend", value);
       break;
+    case OPTION_DEVICE:
+      args->options.device = (int32_t)nyb_parse_integer(state, "--device", value, 0, INT32_MAX);
+      break;
+    case OPTION_SANITIZER: args->options.sanitizer = args->options.quick = true; break;
     case OPTION_OPERATION:
-      for (int i = 0; i < 3; i++) {
+      for (int i = 0; i < 4; i++) {
         if (strcmp(value, operations[i]) == 0) args->options.operation = operations[i];
       }
       if (args->options.operation == NULL) {
-        argp_error(state, "--operation %s: it must be quantize, geglu or attention", value);
+        argp_error(state, "--operation %s: it must be quantize, geglu, attention or append", value);
       }
       break;
     case OPTION_FORMAT:
@@ -80,6 +93,14 @@ static error_t parse_option(int key, char *value, struct argp_state *state) {
       args->options.format = value;
       break;
     case ARGP_KEY_ARG: argp_error(state, "%s: verify takes no argument", value); break;
+    case ARGP_KEY_END:
+      if (args->options.backend == NYB_BACKEND_CUDA && args->options.isa != NYB_ISA_AUTO) {
+        argp_error(state, "--isa does not go with --backend cuda");
+      }
+      if (args->options.backend == NYB_BACKEND_CPU && args->options.sanitizer) {
+        argp_error(state, "--sanitizer goes with --backend cuda");
+      }
+      break;
     default: return ARGP_ERR_UNKNOWN;
   }
   return 0;
@@ -94,10 +115,17 @@ static void show_progress(void *user_data, const char *operation, int64_t done, 
   if (done == total) fprintf(stderr, "\r\033[K");
 }
 
+/* Whole tables of skips for a backend that nobody asked for tell nothing. */
+static bool of_other_backend(const check_run *run, const check_tally *tally) {
+  const bool cuda = tally->kernel.isa == NYB_ISA_CUDA;
+  return cuda != (run->options.backend == NYB_BACKEND_CUDA);
+}
+
 static void print_text(const check_run *run) {
   printf("%-36s %8s %8s %8s  %s\n", "kernel", "passed", "failed", "skipped", "error/tolerance");
   for (int64_t i = 0; i < run->tally_count; i++) {
     const check_tally *tally = &run->tallies[i];
+    if (of_other_backend(run, tally)) continue;
     printf("%-36s %8lld %8lld %8lld  ", tally->kernel.name, (long long)tally->passed,
            (long long)tally->failed, (long long)tally->skipped);
     if (tally->skipped != 0) {
@@ -138,11 +166,14 @@ static void add_kernel(cJSON *kernels, const check_tally *tally) {
 static void print_json(const check_run *run) {
   cJSON *report = cJSON_CreateObject();
   cJSON_AddStringToObject(report, "version", nyb_version());
-  cJSON_AddStringToObject(report, "backend", "cpu");
+  cJSON_AddStringToObject(report, "backend", nyb_backend_name(run->options.backend));
+  if (run->options.backend == NYB_BACKEND_CUDA) {
+    cJSON_AddStringToObject(report, "device", device_describe()->name);
+  }
   cJSON_AddBoolToObject(report, "quick", run->options.quick);
   cJSON *kernels = cJSON_AddArrayToObject(report, "kernels");
   for (int64_t i = 0; i < run->tally_count; i++) {
-    add_kernel(kernels, &run->tallies[i]);
+    if (!of_other_backend(run, &run->tallies[i])) add_kernel(kernels, &run->tallies[i]);
   }
   cJSON *failures = cJSON_AddArrayToObject(report, "failures");
   for (int64_t i = 0; i < run->failures_kept; i++) {
@@ -173,8 +204,7 @@ int nyb_command_verify(int argc, char **argv) {
   if (argp_parse(&parser, argc, argv, 0, NULL, &args) != 0) return 2;
   check_run *run = check_all(&args.options);
   if (run == NULL) {
-    fprintf(stderr, "nybble verify: out of memory\n");
-    return 1;
+    return nyb_command_failed("%s", check_error()[0] != '\0' ? check_error() : "out of memory");
   }
   if (args.json) {
     print_json(run);

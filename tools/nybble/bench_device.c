@@ -1,0 +1,268 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Measuring on the GPU: graphs of many calls, replayed between events; memory that is cold; and
+ * what reading and copying give, from which the shares are taken. */
+#include <stdlib.h>
+#include <string.h>
+
+#include "bench.h"
+#include "check_device.h"
+#include "progress.h"
+#include "statistics.h"
+
+int nyb_bench_device_failed(void) { return nyb_command_failed("%s", device_error()); }
+
+static int library_failed(void) { return nyb_command_failed("%s", nyb_last_error()); }
+
+/* ---- Memory -----------------------------------------------------------------------------------
+ */
+
+int nyb_bench_place(const nyb_bench_run *run, void **memory, int64_t bytes) {
+  if (run->settings->backend == NYB_BACKEND_CPU) return 0;
+  void *host = *memory;
+  *memory = device_allocate(bytes);
+  const bool good =
+      *memory != NULL &&
+      (host == NULL || (device_upload(*memory, host, bytes, NULL) && device_synchronize(NULL)));
+  free(host);
+  return good ? 0 : nyb_bench_device_failed();
+}
+
+void nyb_bench_release(const nyb_bench_run *run, void *memory) {
+  if (run->settings->backend == NYB_BACKEND_CPU) {
+    free(memory);
+  } else {
+    device_free(memory);
+  }
+}
+
+int nyb_bench_fetch(const nyb_bench_run *run, const void *memory, int64_t bytes, void **host) {
+  *host = nyb_command_allocate(bytes);
+  if (run->settings->backend == NYB_BACKEND_CPU) {
+    memcpy(*host, memory, (size_t)bytes);
+    return 0;
+  }
+  return device_download(*host, memory, bytes, NULL) && device_synchronize(NULL)
+             ? 0
+             : nyb_bench_device_failed();
+}
+
+/* More than three times the L2, and a good part of a gigabyte. */
+static int64_t cold_bytes(void) {
+  const int64_t least = 512 * 1024 * 1024, l2_bytes = device_describe()->l2_bytes;
+  return 4 * l2_bytes > least ? 4 * l2_bytes : least;
+}
+
+int nyb_bench_place_copies(const nyb_bench_run *run, nyb_bench_copies *copies) {
+  if (run->settings->backend == NYB_BACKEND_CPU) return 0;
+  enum { MOST_COPIES = 4096 };
+  int64_t count = (cold_bytes() + copies->copy_bytes - 1) / copies->copy_bytes;
+  if (count < 2) count = 2;
+  if (count > MOST_COPIES) count = MOST_COPIES;
+  char *device = device_allocate(count * copies->copy_bytes);
+  bool good = device != NULL && device_upload(device, copies->memory, copies->copy_bytes, NULL);
+  for (int64_t i = 1; i < count && good; i++) {
+    good = device_copy(device + i * copies->copy_bytes, device, copies->copy_bytes, NULL);
+  }
+  good = good && device_synchronize(NULL);
+  free(copies->memory);
+  copies->memory = device;
+  copies->count = count;
+  return good ? 0 : nyb_bench_device_failed();
+}
+
+/* ---- Graphs of calls ----------------------------------------------------------------------------
+ */
+
+/* So many calls in a graph that every copy has its turn, and none is short of company. */
+static int64_t calls_of_graph(const nyb_bench_copies *copies) {
+  enum { LEAST = 32 };
+  const int64_t rounds = copies == NULL ? LEAST : (LEAST + copies->count - 1) / copies->count;
+  return copies == NULL ? LEAST : rounds * copies->count;
+}
+
+/* The first calls compile, load and allocate: they run outside of the graph. */
+static device_graph *capture(const nyb_bench_context *on, nyb_bench_call call, void *data,
+                             int64_t calls, int *status) {
+  *status = call(data, 0) == NYB_OK ? 0 : library_failed();
+  if (*status != 0) return NULL;
+  if (!device_synchronize(on->stream) || !device_capture_begin(on->stream)) {
+    *status = nyb_bench_device_failed();
+    return NULL;
+  }
+  for (int64_t i = 0; i < calls && *status == 0; i++) {
+    if (call(data, i) != NYB_OK) *status = library_failed();
+  }
+  device_graph *graph = device_capture_end(on->stream);
+  if (graph == NULL && *status == 0) *status = nyb_bench_device_failed();
+  return graph;
+}
+
+static bool replay(const nyb_bench_context *on, device_graph *graph, device_event *const events[2],
+                   double *time_us) {
+  return device_event_record(events[0], on->stream) && device_graph_launch(graph, on->stream) &&
+         device_event_record(events[1], on->stream) &&
+         device_elapsed_us(events[0], events[1], time_us);
+}
+
+static int measure_graph(const nyb_bench_settings *settings, const nyb_bench_context *on,
+                         device_graph *graph, int64_t calls, int64_t most_replays,
+                         nyb_timing *timing) {
+  enum { WARM_UP = 3, LEAST = 5, MOST = 10000 };
+  device_event *const events[2] = {device_event_create(), device_event_create()};
+  double *samples = nyb_command_allocate(MOST * (int64_t)sizeof *samples);
+  int64_t most = settings->repeats > 0 ? settings->repeats : MOST, count = 0;
+  if (most > MOST) most = MOST;
+  if (most_replays > 0 && most > most_replays - WARM_UP) most = most_replays - WARM_UP;
+  bool good = events[0] != NULL && events[1] != NULL;
+  double ignored_us;
+  for (int i = 0; i < WARM_UP && good; i++) good = replay(on, graph, events, &ignored_us);
+  const int64_t begin_ns = nyb_now_ns(), limit_ns = (int64_t)(settings->seconds * 1e9);
+  while (good && count < most) {
+    if (settings->repeats == 0 && count >= LEAST && nyb_now_ns() - begin_ns > limit_ns) break;
+    good = replay(on, graph, events, &samples[count]);
+    samples[count++] /= (double)calls;
+  }
+  if (good) nyb_bench_summarize(samples, count, timing);
+  free(samples);
+  device_event_destroy(events[0]);
+  device_event_destroy(events[1]);
+  return good ? 0 : nyb_bench_device_failed();
+}
+
+int nyb_bench_measure_device(const nyb_bench_settings *settings, const nyb_bench_context *on,
+                             const nyb_bench_copies *copies, int64_t most_replays,
+                             nyb_bench_call call, void *data, nyb_timing *timing) {
+  int status;
+  const int64_t calls = calls_of_graph(copies);
+  device_graph *graph = capture(on, call, data, calls, &status);
+  if (status == 0) status = measure_graph(settings, on, graph, calls, most_replays, timing);
+  device_graph_destroy(graph);
+  return status;
+}
+
+/* ---- Ceilings -----------------------------------------------------------------------------------
+ */
+
+/* Each thread adds up eight 16-byte loads a turn, which lie a whole grid apart, and stores the sum
+ * only where it is a number that it never is: so no load can be left out. */
+static const char read_ptx[] =
+    ".version 7.0\n"
+    ".target sm_80\n"
+    ".address_size 64\n"
+    ".visible .entry read_memory(.param .u64 data, .param .u64 turns, .param .u64 sink) {\n"
+    "  .reg .pred more, odd;\n"
+    "  .reg .b32 block, size, thread, blocks, sum, a<8>, b<8>, c<8>, d<8>;\n"
+    "  .reg .b64 at, left, step, offset, to;\n"
+    "  ld.param.u64 at, [data];\n"
+    "  ld.param.u64 left, [turns];\n"
+    "  mov.u32 block, %ctaid.x;\n"
+    "  mov.u32 size, %ntid.x;\n"
+    "  mov.u32 thread, %tid.x;\n"
+    "  mov.u32 blocks, %nctaid.x;\n"
+    "  mad.lo.u32 thread, block, size, thread;\n"
+    "  mul.wide.u32 offset, thread, 16;\n"
+    "  add.u64 at, at, offset;\n"
+    "  mul.lo.u32 size, size, blocks;\n"
+    "  mul.wide.u32 step, size, 16;\n"
+    "  mov.u32 sum, 0;\n"
+    "turn:\n"
+#define LOAD(i)                                                        \
+  "  ld.global.nc.L1::no_allocate.v4.u32 {a" i ", b" i ", c" i ", d" i \
+  "}, [at];\n"                                                         \
+  "  add.u64 at, at, step;\n"
+    LOAD("0") LOAD("1") LOAD("2") LOAD("3") LOAD("4") LOAD("5") LOAD("6") LOAD("7")
+#undef LOAD
+#define ADD(i)                                                       \
+  "  add.u32 a" i ", a" i ", b" i ";\n  add.u32 c" i ", c" i ", d" i \
+  ";\n"                                                              \
+  "  add.u32 a" i ", a" i ", c" i ";\n  add.u32 sum, sum, a" i ";\n"
+        ADD("0") ADD("1") ADD("2") ADD("3") ADD("4") ADD("5") ADD("6") ADD("7")
+#undef ADD
+            "  sub.u64 left, left, 1;\n"
+            "  setp.ne.u64 more, left, 0;\n"
+            "  @more bra turn;\n"
+            "  setp.eq.u32 odd, sum, 0x13579bdf;\n"
+            "  ld.param.u64 to, [sink];\n"
+            "  @odd st.global.u32 [to], sum;\n"
+            "  ret;\n"
+            "}\n";
+
+enum { READ_THREADS = 512, READ_BYTES_A_TURN = READ_THREADS * 16 * 8, PASSES = 9 };
+
+/* Half of what is free at most, 4 GB at most. */
+static int64_t ceiling_bytes(void) {
+  const int64_t most = INT64_C(4) << 30, free_bytes = device_free_bytes();
+  return free_bytes < 0 || free_bytes / 2 > most ? most : free_bytes / 2;
+}
+
+typedef struct ceiling {
+  char *memory;
+  int64_t bytes;
+  device_program *program;
+  device_event *events[2];
+} ceiling;
+
+static bool read_once(const ceiling *c, int64_t blocks, int64_t turns, double *time_us) {
+  void *data = c->memory, *sink = c->memory;
+  void *arguments[] = {&data, &turns, &sink};
+  return device_event_record(c->events[0], NULL) &&
+         device_program_launch(c->program, blocks, READ_THREADS, arguments, NULL) &&
+         device_event_record(c->events[1], NULL) &&
+         device_elapsed_us(c->events[0], c->events[1], time_us);
+}
+
+static bool copy_once(const ceiling *c, double *time_us) {
+  return device_event_record(c->events[0], NULL) &&
+         device_copy(c->memory + c->bytes / 2, c->memory, c->bytes / 2, NULL) &&
+         device_event_record(c->events[1], NULL) &&
+         device_elapsed_us(c->events[0], c->events[1], time_us);
+}
+
+static void note_rates(double *samples_us, int64_t bytes, nyb_bandwidth *bandwidth) {
+  nyb_sort_samples(samples_us, PASSES);
+  const double median = (double)bytes * 1e-3 / nyb_quantile(samples_us, PASSES, 0.5);
+  const double best = (double)bytes * 1e-3 / samples_us[0];
+  if (median > bandwidth->median_gb_per_s) bandwidth->median_gb_per_s = median;
+  if (best > bandwidth->best_gb_per_s) bandwidth->best_gb_per_s = best;
+}
+
+/* Of several sizes of the grid the one with the best median. */
+static bool measure_reading(const ceiling *c, nyb_bandwidth *read) {
+  static const int blocks_per_multiprocessor[] = {2, 4, 8, 16, 32};
+  for (int i = 0; i < 5; i++) {
+    const int64_t blocks =
+        (int64_t)blocks_per_multiprocessor[i] * device_describe()->multiprocessors;
+    const int64_t turns = c->bytes / (blocks * READ_BYTES_A_TURN);
+    double samples_us[PASSES], ignored_us;
+    bool good = turns > 0 && read_once(c, blocks, turns, &ignored_us);
+    for (int pass = 0; pass < PASSES && good; pass++) {
+      good = read_once(c, blocks, turns, &samples_us[pass]);
+    }
+    if (!good) return false;
+    note_rates(samples_us, turns * blocks * READ_BYTES_A_TURN, read);
+  }
+  return true;
+}
+
+static bool measure_copying(const ceiling *c, nyb_bandwidth *copy) {
+  double samples_us[PASSES], ignored_us;
+  bool good = copy_once(c, &ignored_us);
+  for (int pass = 0; pass < PASSES && good; pass++) good = copy_once(c, &samples_us[pass]);
+  if (good) note_rates(samples_us, c->bytes, copy);
+  return good;
+}
+
+int nyb_bench_measure_device_ceilings(nyb_bandwidth *read, nyb_bandwidth *copy) {
+  nyb_progress_show("measuring the bandwidth of %s", device_describe()->name);
+  ceiling c = {.bytes = ceiling_bytes() / 4096 * 4096,
+               .program = device_program_load(read_ptx, "read_memory"),
+               .events = {device_event_create(), device_event_create()}};
+  c.memory = device_allocate(c.bytes);
+  const bool good = c.memory != NULL && c.program != NULL && c.events[0] != NULL &&
+                    c.events[1] != NULL && device_fill(c.memory, 0x35, c.bytes, NULL) &&
+                    measure_reading(&c, read) && measure_copying(&c, copy);
+  device_free(c.memory);
+  device_event_destroy(c.events[0]);
+  device_event_destroy(c.events[1]);
+  return good ? 0 : nyb_bench_device_failed();
+}
