@@ -50,7 +50,7 @@ static bool find_cpu_kernels(check_run *run, const attention_shape *s, nyb_isa i
   return true;
 }
 
-/* What the plan names; on the compat path the spelled-out kernels of both formats. */
+/* What the plan names; the compat path as a whole. */
 static bool find_cuda_kernels(check_run *run, const attention_scene *scene, nyb_path path,
                               kernel_set *set) {
   nyb_context *context = run->contexts[NYB_ISA_CUDA];
@@ -59,13 +59,9 @@ static bool find_cuda_kernels(check_run *run, const attention_scene *scene, nyb_
   call.path = path;
   *set = (kernel_set){.arithmetic = ORACLE_CUDA_F32};
   if (context == NULL) return false;
-  check_tally *found[2];
+  check_tally *found[2] = {NULL, NULL};
   if (path == NYB_PATH_COMPAT) {
-    char key[16], value[16];
-    check_format_name(&scene->shape.key_format, key);
-    check_format_name(&scene->shape.value_format, value);
-    found[0] = check_find(run, "attention_compat", key, NYB_ISA_CUDA);
-    found[1] = check_find(run, "attention_compat", value, NYB_ISA_CUDA);
+    found[0] = check_find(run, "attention_compat", "", NYB_ISA_CUDA);
   } else {
     const nyb_status status = nyb_attention_plan(context, &call, &plan);
     if (status != NYB_OK) {

@@ -27,7 +27,8 @@ typedef struct path_tally {
 static const path_tally paths[] = {
     {"attention_compat", "attention_compat", NYB_ISA_SCALAR},
     {"geglu_compat", "geglu_compat", NYB_ISA_SCALAR},
-    {"geglu_compat_cuda", "geglu_compat", NYB_ISA_CUDA}, /* attention_compat has kernels there */
+    {"attention_compat_cuda", "attention_compat", NYB_ISA_CUDA},
+    {"geglu_compat_cuda", "geglu_compat", NYB_ISA_CUDA},
 };
 enum { PATH_COUNT = sizeof paths / sizeof paths[0] };
 

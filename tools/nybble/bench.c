@@ -10,6 +10,7 @@
 
 #include "check_device.h"
 #include "commands.h"
+#include "placement.h"
 #include "progress.h"
 
 enum {
@@ -304,7 +305,8 @@ static int measure_ceilings(nyb_bench_run *run, const nyb_bench_operation *opera
 
 static int open_device(nyb_bench_run *run, const nyb_bench_operation *operation) {
   const nyb_bench_settings *settings = run->settings;
-  if (!device_open(settings->device)) return nyb_bench_device_failed();
+  const int opened = nyb_placement_open(settings->backend, settings->device);
+  if (opened != 0) return opened;
   nyb_context_options options = NYB_CONTEXT_OPTIONS_INIT;
   options.backend = NYB_BACKEND_CUDA;
   options.device = settings->device;
@@ -314,7 +316,7 @@ static int open_device(nyb_bench_run *run, const nyb_bench_operation *operation)
   }
   run->contexts[run->context_count++] = on;
   nyb_bench_context *kept = &run->contexts[0];
-  if (!device_stream_create(&kept->stream)) return nyb_bench_device_failed();
+  if (!device_stream_create(&kept->stream)) return nyb_device_failed();
   if (!operation->needs_read && !operation->needs_copy) return 0;
   return nyb_bench_measure_device_ceilings(&kept->read, &kept->copy);
 }
@@ -350,7 +352,7 @@ static void close_contexts(const nyb_bench_run *run) {
   }
   if (!cuda) return;
   nyb_context_destroy(run->preparer);
-  device_close();
+  nyb_placement_close(run->settings->backend);
 }
 
 /* ---- Printing ----------------------------------------------------------------------------- */

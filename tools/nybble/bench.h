@@ -89,14 +89,7 @@ int nyb_bench_allocate_copies(const nyb_bench_run *run, int64_t bytes, nyb_bench
 /* The last step of preparing copies: on the GPU more than 512 MB and four times the L2 in all. */
 int nyb_bench_place_copies(const nyb_bench_run *run, nyb_bench_copies *copies);
 
-/* Takes memory from nyb_command_allocate() to where the calls want it, and ends it there. */
-int nyb_bench_place(const nyb_bench_run *run, void **memory, int64_t bytes);
-void nyb_bench_release(const nyb_bench_run *run, void *memory);
-/* A copy on the host, for free(). */
-int nyb_bench_fetch(const nyb_bench_run *run, const void *memory, int64_t bytes, void **host);
-
 /* The GPU's part of the above (bench_device.c). */
-int nyb_bench_device_failed(void);
 int nyb_bench_measure_device(const nyb_bench_settings *settings, const nyb_bench_context *on,
                              const nyb_bench_copies *copies, int64_t most_replays,
                              nyb_bench_call call, void *data, nyb_timing *timing);

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "bench.h"
+#include "placement.h"
 #include "progress.h"
 
 enum { BATCH, KV_HEADS, HEAD_DIM, FIELDS };
@@ -126,7 +127,7 @@ static int run_width(nyb_bench_run *run, const nyb_bench_shape *shape, nyb_width
     report(&bench, shape, width, &timing, bytes);
   }
   for (int i = 0; i < CACHES; i++) nyb_cache_destroy(bench.caches[i]);
-  nyb_bench_release(run, bench.copies.memory);
+  nyb_release_placed(run->settings->backend, bench.copies.memory);
   return status;
 }
 

@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "bench.h"
+#include "placement.h"
 #include "progress.h"
 
 enum { BATCH, QUERY_HEADS, KV_HEADS, HEAD_DIM, TOKENS };
@@ -250,8 +251,9 @@ static int measure(const attention_bench *bench, const nyb_bench_context *on, bo
     return nyb_command_failed("%s", nyb_last_error());
   }
   const nyb_bench_run *run = bench->run;
+  const nyb_backend backend = on->backend;
   call.workspace = nyb_command_allocate((int64_t)call.plan.workspace_bytes);
-  int status = nyb_bench_place(run, &call.workspace, (int64_t)call.plan.workspace_bytes);
+  int status = nyb_place(backend, &call.workspace, (int64_t)call.plan.workspace_bytes);
   if (status != 0) return status;
   nyb_progress_show("%s, %s, %s, %lld threads, %s",
                     nyb_bench_name_shape(bench->shape, NYB_BENCH_SHAPE_FIELDS).text,
@@ -259,12 +261,12 @@ static int measure(const attention_bench *bench, const nyb_bench_context *on, bo
                     (long long)on->threads, cold ? "cold" : "warm");
   nyb_timing timing;
   status = nyb_bench_measure(run->settings, on, &bench->copies, 0, run_call, &call, &timing);
-  nyb_bench_release(run, call.workspace);
+  nyb_release_placed(run->settings->backend, call.workspace);
   if (status != 0) return status;
   const nyb_dtype dtype = run->settings->dtype;
-  void *out;
-  status =
-      nyb_bench_fetch(run, bench->out, bench->out_elements * (int64_t)nyb_dtype_bytes(dtype), &out);
+  const int64_t out_bytes = bench->out_elements * (int64_t)nyb_dtype_bytes(dtype);
+  void *out = nyb_command_allocate(out_bytes);
+  status = nyb_fetch(backend, bench->out, out_bytes, out);
   const bool finite = status == 0 && nyb_bench_all_finite(out, dtype, bench->out_elements);
   free(out);
   if (status != 0) return status;
@@ -331,15 +333,16 @@ static int prepare(attention_bench *bench) {
   choose_lengths(bench);
   const int64_t element_bytes = (int64_t)nyb_dtype_bytes(settings->dtype);
   const int64_t out_bytes = bench->out_elements * element_bytes;
+  const nyb_backend backend = settings->backend;
   bench->query = nyb_command_allocate(out_bytes);
   bench->out = nyb_command_allocate(out_bytes);
   status = nyb_bench_random_as(context, bench->query, settings->dtype, bench->out_elements, 3);
   if (status == 0) status = nyb_bench_place_copies(bench->run, &bench->copies);
-  if (status == 0) status = nyb_bench_place(bench->run, &bench->query, out_bytes);
-  if (status == 0) status = nyb_bench_place(bench->run, &bench->out, out_bytes);
+  if (status == 0) status = nyb_place(backend, &bench->query, out_bytes);
+  if (status == 0) status = nyb_place(backend, &bench->out, out_bytes);
   void *lengths = bench->lengths;
   if (status == 0) {
-    status = nyb_bench_place(bench->run, &lengths, field[BATCH] * (int64_t)sizeof(int32_t));
+    status = nyb_place(backend, &lengths, field[BATCH] * (int64_t)sizeof(int32_t));
     bench->lengths = lengths;
   }
   return status;
@@ -352,10 +355,10 @@ static int run_width(nyb_bench_run *run, const nyb_bench_shape *shape, nyb_width
     status = measure(&bench, &run->contexts[i], true);
     if (status == 0) status = measure(&bench, &run->contexts[i], false);
   }
-  nyb_bench_release(run, bench.copies.memory);
-  nyb_bench_release(run, bench.lengths);
-  nyb_bench_release(run, bench.query);
-  nyb_bench_release(run, bench.out);
+  nyb_release_placed(run->settings->backend, bench.copies.memory);
+  nyb_release_placed(run->settings->backend, bench.lengths);
+  nyb_release_placed(run->settings->backend, bench.query);
+  nyb_release_placed(run->settings->backend, bench.out);
   return status;
 }
 

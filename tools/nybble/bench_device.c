@@ -6,45 +6,14 @@
 
 #include "bench.h"
 #include "check_device.h"
+#include "placement.h"
 #include "progress.h"
 #include "statistics.h"
-
-int nyb_bench_device_failed(void) { return nyb_command_failed("%s", device_error()); }
 
 static int library_failed(void) { return nyb_command_failed("%s", nyb_last_error()); }
 
 /* ---- Memory -----------------------------------------------------------------------------------
  */
-
-int nyb_bench_place(const nyb_bench_run *run, void **memory, int64_t bytes) {
-  if (run->settings->backend == NYB_BACKEND_CPU) return 0;
-  void *host = *memory;
-  *memory = device_allocate(bytes);
-  const bool good =
-      *memory != NULL &&
-      (host == NULL || (device_upload(*memory, host, bytes, NULL) && device_synchronize(NULL)));
-  free(host);
-  return good ? 0 : nyb_bench_device_failed();
-}
-
-void nyb_bench_release(const nyb_bench_run *run, void *memory) {
-  if (run->settings->backend == NYB_BACKEND_CPU) {
-    free(memory);
-  } else {
-    device_free(memory);
-  }
-}
-
-int nyb_bench_fetch(const nyb_bench_run *run, const void *memory, int64_t bytes, void **host) {
-  *host = nyb_command_allocate(bytes);
-  if (run->settings->backend == NYB_BACKEND_CPU) {
-    memcpy(*host, memory, (size_t)bytes);
-    return 0;
-  }
-  return device_download(*host, memory, bytes, NULL) && device_synchronize(NULL)
-             ? 0
-             : nyb_bench_device_failed();
-}
 
 /* More than three times the L2, and a good part of a gigabyte. */
 static int64_t cold_bytes(void) {
@@ -67,7 +36,7 @@ int nyb_bench_place_copies(const nyb_bench_run *run, nyb_bench_copies *copies) {
   free(copies->memory);
   copies->memory = device;
   copies->count = count;
-  return good ? 0 : nyb_bench_device_failed();
+  return good ? 0 : nyb_device_failed();
 }
 
 /* ---- Graphs of calls ----------------------------------------------------------------------------
@@ -86,14 +55,14 @@ static device_graph *capture(const nyb_bench_context *on, nyb_bench_call call, v
   *status = call(data, 0) == NYB_OK ? 0 : library_failed();
   if (*status != 0) return NULL;
   if (!device_synchronize(on->stream) || !device_capture_begin(on->stream)) {
-    *status = nyb_bench_device_failed();
+    *status = nyb_device_failed();
     return NULL;
   }
   for (int64_t i = 0; i < calls && *status == 0; i++) {
     if (call(data, i) != NYB_OK) *status = library_failed();
   }
   device_graph *graph = device_capture_end(on->stream);
-  if (graph == NULL && *status == 0) *status = nyb_bench_device_failed();
+  if (graph == NULL && *status == 0) *status = nyb_device_failed();
   return graph;
 }
 
@@ -126,7 +95,7 @@ static int measure_graph(const nyb_bench_settings *settings, const nyb_bench_con
   free(samples);
   device_event_destroy(events[0]);
   device_event_destroy(events[1]);
-  return good ? 0 : nyb_bench_device_failed();
+  return good ? 0 : nyb_device_failed();
 }
 
 int nyb_bench_measure_device(const nyb_bench_settings *settings, const nyb_bench_context *on,
@@ -264,5 +233,5 @@ int nyb_bench_measure_device_ceilings(nyb_bandwidth *read, nyb_bandwidth *copy) 
   device_free(c.memory);
   device_event_destroy(c.events[0]);
   device_event_destroy(c.events[1]);
-  return good ? 0 : nyb_bench_device_failed();
+  return good ? 0 : nyb_device_failed();
 }

@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "bench.h"
+#include "placement.h"
 #include "progress.h"
 
 enum { ROWS, COLUMNS, FIELDS };
@@ -81,9 +82,9 @@ static int measure(nyb_bench_run *run, const nyb_bench_shape *shape, const nyb_b
   int status = nyb_bench_measure(settings, on, copies, 0, run_call, &call, &timing);
   if (status != 0) return status;
   const int64_t elements = shape->field[ROWS] * shape->field[COLUMNS];
-  void *out;
-  status = nyb_bench_fetch(run, call.geglu.out,
-                           elements * (int64_t)nyb_dtype_bytes(settings->dtype), &out);
+  const int64_t out_bytes = elements * (int64_t)nyb_dtype_bytes(settings->dtype);
+  void *out = nyb_command_allocate(out_bytes);
+  status = nyb_fetch(settings->backend, call.geglu.out, out_bytes, out);
   const bool finite = status == 0 && nyb_bench_all_finite(out, settings->dtype, elements);
   free(out);
   if (status != 0) return status;
@@ -120,7 +121,7 @@ static int run_shape(nyb_bench_run *run, const nyb_bench_shape *shape) {
     status = measure(run, shape, &run->contexts[i], &copies, part_bytes, true);
     if (status == 0) status = measure(run, shape, &run->contexts[i], &copies, part_bytes, false);
   }
-  nyb_bench_release(run, copies.memory);
+  nyb_release_placed(run->settings->backend, copies.memory);
   return status;
 }
 

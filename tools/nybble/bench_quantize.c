@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "bench.h"
+#include "placement.h"
 #include "progress.h"
 
 enum { ROWS, DIM, FIELDS };
@@ -166,7 +167,7 @@ static int run_width(nyb_bench_run *run, const nyb_bench_shape *shape, int32_t b
   if (status == 0) {
     status = measure_all(run, shape, bits, &call, float_bytes + rows * row_bytes);
   }
-  nyb_bench_release(run, copies.memory);
+  nyb_release_placed(run->settings->backend, copies.memory);
   return status;
 }
 

@@ -8,6 +8,7 @@
 #include <stdlib.h>
 
 #include "commands.h"
+#include "placement.h"
 #include "reference.h"
 #include "support.h"
 
@@ -20,7 +21,9 @@ enum {
   KEY_STEPS,
   KEY_COMPARED,
   KEY_LAYERS,
-  KEY_OUTPUT_DTYPE
+  KEY_OUTPUT_DTYPE,
+  KEY_BACKEND,
+  KEY_DEVICE
 };
 
 typedef struct arguments {
@@ -63,6 +66,10 @@ static error_t parse(int key, char *text, struct argp_state *state) {
       return 0;
     case KEY_OUTPUT_DTYPE:
       settings->output_dtype = nyb_parse_dtype(state, "--output-dtype", text);
+      return 0;
+    case KEY_BACKEND: settings->backend = nyb_parse_backend(state, "--backend", text); return 0;
+    case KEY_DEVICE:
+      settings->device = (int32_t)nyb_parse_integer(state, "--device", text, 0, INT32_MAX);
       return 0;
     case KEY_LAYERS: settings->show_layers = true; return 0;
     case 'j': settings->json = true; return 0;
@@ -140,6 +147,15 @@ static int replay(nyb_context *context, const nyb_replay_settings *settings,
   return status;
 }
 
+static int open_context(const nyb_replay_settings *settings, nyb_context **context) {
+  nyb_context_options options = NYB_CONTEXT_OPTIONS_INIT;
+  options.threads = settings->threads;
+  options.backend = settings->backend;
+  options.device = settings->device;
+  if (nyb_context_create(&options, context) == NYB_OK) return 0;
+  return nyb_command_failed("%s", nyb_last_error());
+}
+
 int nyb_command_replay(int argc, char **argv) {
   static const struct argp_option options[] = {
       {.name = "bits",
@@ -156,6 +172,8 @@ int nyb_command_replay(int argc, char **argv) {
        .key = KEY_OUTPUT_DTYPE,
        .arg = "DTYPE",
        .doc = "bf16, f16 or f32 outputs (the trace's own dtype)"},
+      {.name = "backend", .key = KEY_BACKEND, .arg = "NAME", .doc = "cpu or cuda (cpu)"},
+      {.name = "device", .key = KEY_DEVICE, .arg = "N", .doc = "cuda: the device (0)"},
       {.name = "threads", .key = 't', .arg = "N", .doc = "0 takes all processors (0)"},
       {.name = "prompt-tokens",
        .key = KEY_PROMPT,
@@ -200,7 +218,8 @@ int nyb_command_replay(int argc, char **argv) {
   }
 
   nyb_context *context;
-  int status = nyb_command_open(NYB_ISA_AUTO, settings->threads, &context);
+  int status = nyb_placement_open(settings->backend, settings->device);
+  if (status == 0) status = open_context(settings, &context);
   if (status != 0) return status;
   nyb_trace trace;
   status = nyb_trace_read(context, settings->file, &trace);
@@ -209,5 +228,6 @@ int nyb_command_replay(int argc, char **argv) {
     nyb_trace_release(&trace);
   }
   nyb_context_destroy(context);
+  nyb_placement_close(settings->backend);
   return status;
 }

@@ -14,6 +14,8 @@ typedef struct nyb_replay_settings {
   int64_t group_size;
   nyb_path path;
   nyb_rounding rounding;
+  nyb_backend backend;
+  int32_t device; /* CUDA */
   int64_t threads;
   int64_t prompt_tokens;  /* -1: the trace's own */
   int64_t steps;          /* 0: all that the trace has behind the prompt */

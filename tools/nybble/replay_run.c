@@ -4,6 +4,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "check_device.h"
+#include "placement.h"
 #include "progress.h"
 #include "reference.h"
 #include "replay.h"
@@ -13,13 +15,16 @@
 /* One layer while a configuration runs. */
 typedef struct layer_run {
   const nyb_trace_layer *layer;
+  void *query, *key, *value; /* the layer's, where the backend wants them */
   nyb_cache *cache;
   nyb_plan plan, other_plan;
   bool other_supported;
   char other_reason[192];
   void *workspace, *other_workspace;
-  char *outputs;                 /* [step][query head][value_dim] */
-  void *scratch;                 /* one step's outputs */
+  char *outputs;      /* [step][query head][value_dim], placed as well */
+  void *scratch;      /* one step's outputs */
+  char *host_outputs; /* the outputs of all steps, once they are there */
+  void *host_scratch;
   double *attend_us, *append_us; /* [step] */
   double *other_us;              /* [compared step] */
 } layer_run;
@@ -30,6 +35,7 @@ typedef struct run_state {
   const nyb_replay_task *task;
   nyb_width width;
   layer_run *layers;
+  device_event *events[2]; /* CUDA: around what is timed */
 } run_state;
 
 static int library_failed(const run_state *state, const layer_run *run, const char *action) {
@@ -53,8 +59,7 @@ static nyb_attention describe(const run_state *state, const layer_run *run, int6
   nyb_cache_view(run->cache, &attention);
   attention.query_heads = layer->query_heads;
   attention.query_len = 1;
-  attention.q =
-      nyb_trace_view(task->trace, layer->query, layer->key_dim, task->prompt_tokens + step);
+  attention.q = nyb_trace_view(task->trace, run->query, layer->key_dim, task->prompt_tokens + step);
   attention.out = (nyb_output){
       .data = out, .dtype = task->output_dtype, .stride = {0, layer->value_dim, layer->value_dim}};
   attention.scale = (float)task->trace->scale;
@@ -67,8 +72,8 @@ static int append(const run_state *state, const layer_run *run, int64_t first, i
   const nyb_trace_layer *layer = run->layer;
   nyb_append request = NYB_APPEND_INIT;
   request.tokens = tokens;
-  request.key = nyb_trace_view(state->task->trace, layer->key, layer->key_dim, first);
-  request.value = nyb_trace_view(state->task->trace, layer->value, layer->value_dim, first);
+  request.key = nyb_trace_view(state->task->trace, run->key, layer->key_dim, first);
+  request.value = nyb_trace_view(state->task->trace, run->value, layer->value_dim, first);
   if (nyb_cache_append(run->cache, &request, NULL) == NYB_OK) return 0;
   return library_failed(state, run, "append");
 }
@@ -86,7 +91,7 @@ static int create_cache(const run_state *state, layer_run *run) {
   options.value_dim = layer->value_dim;
   options.key_format = nyb_width_format(state->width.key_bits, group_size, dtype);
   options.value_format = nyb_width_format(state->width.value_bits, group_size, dtype);
-  options.rule = NYB_RULE_MLX_CPU;
+  options.rule = state->settings->backend == NYB_BACKEND_CUDA ? NYB_RULE_MLX_GPU : NYB_RULE_MLX_CPU;
   if (nyb_cache_create(state->context, &options, &run->cache) != NYB_OK) {
     return library_failed(state, run, "cache");
   }
@@ -97,6 +102,11 @@ static int create_cache(const run_state *state, layer_run *run) {
   return append(state, run, 0, task->prompt_tokens);
 }
 
+static int place_workspace(const run_state *state, const nyb_plan *plan, void **workspace) {
+  *workspace = nyb_command_allocate((int64_t)plan->workspace_bytes);
+  return nyb_place(state->settings->backend, workspace, (int64_t)plan->workspace_bytes);
+}
+
 /* Plans both paths: the one that is measured, and the other one to compare with. */
 static int plan_paths(const run_state *state, layer_run *run) {
   nyb_attention attention = describe(state, run, 0, run->outputs);
@@ -104,35 +114,63 @@ static int plan_paths(const run_state *state, layer_run *run) {
   if (nyb_attention_plan(state->context, &attention, &run->plan) != NYB_OK) {
     return library_failed(state, run, "attention");
   }
-  run->workspace = nyb_command_allocate((int64_t)run->plan.workspace_bytes);
+  int status = place_workspace(state, &run->plan, &run->workspace);
+  if (status != 0) return status;
   attention.path = run->plan.path == NYB_PATH_FUSED ? NYB_PATH_COMPAT : NYB_PATH_FUSED;
   run->other_plan = (nyb_plan)NYB_PLAN_INIT;
   run->other_supported = nyb_attention_plan(state->context, &attention, &run->other_plan) == NYB_OK;
   if (run->other_supported) {
-    run->other_workspace = nyb_command_allocate((int64_t)run->other_plan.workspace_bytes);
+    status = place_workspace(state, &run->other_plan, &run->other_workspace);
   } else {
     snprintf(run->other_reason, sizeof run->other_reason, "%s", nyb_last_error());
   }
-  return 0;
+  return status;
+}
+
+static int place_layer(const run_state *state, layer_run *run) {
+  const nyb_backend backend = state->settings->backend;
+  const nyb_trace_layer *layer = run->layer;
+  const int64_t row_bytes =
+      state->task->trace->tokens * (int64_t)nyb_dtype_bytes(state->task->trace->dtype);
+  const int64_t bytes = step_bytes(state, run), all_bytes = state->task->steps * bytes;
+  void *outputs = NULL;
+  int status = nyb_place_copy(backend, layer->query,
+                              layer->query_heads * layer->key_dim * row_bytes, &run->query);
+  if (status == 0) {
+    status = nyb_place_copy(backend, layer->key, layer->kv_heads * layer->key_dim * row_bytes,
+                            &run->key);
+  }
+  if (status == 0) {
+    status = nyb_place_copy(backend, layer->value, layer->kv_heads * layer->value_dim * row_bytes,
+                            &run->value);
+  }
+  if (status == 0) status = nyb_place_copy(backend, run->host_outputs, all_bytes, &outputs);
+  if (status == 0) status = nyb_place_copy(backend, run->host_scratch, bytes, &run->scratch);
+  run->outputs = outputs;
+  return status;
 }
 
 static int set_up_layer(const run_state *state, layer_run *run) {
   const int64_t steps = state->task->steps, times_bytes = steps * (int64_t)sizeof(double);
-  run->outputs = nyb_command_allocate(steps * step_bytes(state, run));
-  run->scratch = nyb_command_allocate(step_bytes(state, run));
+  run->host_outputs = nyb_command_allocate(steps * step_bytes(state, run));
+  run->host_scratch = nyb_command_allocate(step_bytes(state, run));
   run->attend_us = nyb_command_allocate(times_bytes);
   run->append_us = nyb_command_allocate(times_bytes);
   run->other_us = nyb_command_allocate(state->task->compared_steps * (int64_t)sizeof(double));
-  const int status = create_cache(state, run);
+  int status = place_layer(state, run);
+  if (status == 0) status = create_cache(state, run);
   return status != 0 ? status : plan_paths(state, run);
 }
 
-static void release_layer(layer_run *run) {
+static void release_layer(nyb_backend backend, layer_run *run) {
+  void *const placed[] = {run->query,           run->key,     run->value,  run->workspace,
+                          run->other_workspace, run->outputs, run->scratch};
   nyb_cache_destroy(run->cache);
-  free(run->workspace);
-  free(run->other_workspace);
-  free(run->outputs);
-  free(run->scratch);
+  for (size_t i = 0; i < sizeof placed / sizeof placed[0]; i++) {
+    nyb_release_placed(backend, placed[i]);
+  }
+  free(run->host_outputs);
+  free(run->host_scratch);
   free(run->attend_us);
   free(run->append_us);
   free(run->other_us);
@@ -140,17 +178,35 @@ static void release_layer(layer_run *run) {
 
 /* ---- Decoding ----------------------------------------------------------------------------- */
 
+/* The time of what is called between the two: on the GPU that of the work itself. */
+static int start_clock(const run_state *state, int64_t *start_ns) {
+  *start_ns = nyb_now_ns();
+  if (state->settings->backend == NYB_BACKEND_CPU) return 0;
+  return device_event_record(state->events[0], NULL) ? 0 : nyb_device_failed();
+}
+
+static int stop_clock(const run_state *state, int64_t start_ns, double *time_us) {
+  *time_us = (double)(nyb_now_ns() - start_ns) * 1e-3;
+  if (state->settings->backend == NYB_BACKEND_CPU) return 0;
+  return device_event_record(state->events[1], NULL) &&
+                 device_elapsed_us(state->events[0], state->events[1], time_us)
+             ? 0
+             : nyb_device_failed();
+}
+
 static int attend(const run_state *state, const layer_run *run, const nyb_attention *attention,
                   double *time_us) {
   const bool is_other = attention->path == run->other_plan.path && run->other_supported;
   void *workspace = is_other ? run->other_workspace : run->workspace;
   const size_t workspace_bytes =
       is_other ? run->other_plan.workspace_bytes : run->plan.workspace_bytes;
-  const int64_t start_ns = nyb_now_ns();
-  const nyb_status status =
-      nyb_attention_run(state->context, attention, workspace, workspace_bytes, NULL);
-  *time_us = (double)(nyb_now_ns() - start_ns) * 1e-3;
-  return status == NYB_OK ? 0 : library_failed(state, run, "attention");
+  int64_t start_ns;
+  const int status = start_clock(state, &start_ns);
+  if (status != 0) return status;
+  if (nyb_attention_run(state->context, attention, workspace, workspace_bytes, NULL) != NYB_OK) {
+    return library_failed(state, run, "attention");
+  }
+  return stop_clock(state, start_ns, time_us);
 }
 
 /* Wakes the threads and brings code and caches in, as the steps before would have. */
@@ -164,9 +220,10 @@ static int warm_up(const run_state *state, const layer_run *run) {
 
 static int decode_step(const run_state *state, layer_run *run, int64_t step) {
   char *out = run->outputs + step * step_bytes(state, run);
-  const int64_t start_ns = nyb_now_ns();
-  const int status = append(state, run, state->task->prompt_tokens + step, 1);
-  run->append_us[step] = (double)(nyb_now_ns() - start_ns) * 1e-3;
+  int64_t start_ns;
+  int status = start_clock(state, &start_ns);
+  if (status == 0) status = append(state, run, state->task->prompt_tokens + step, 1);
+  if (status == 0) status = stop_clock(state, start_ns, &run->append_us[step]);
   if (status != 0) return status;
   const nyb_attention attention = describe(state, run, step, out);
   return attend(state, run, &attention, &run->attend_us[step]);
@@ -174,17 +231,32 @@ static int decode_step(const run_state *state, layer_run *run, int64_t step) {
 
 /* ---- Comparing ---------------------------------------------------------------------------- */
 
-/* Attends once more with the whole trace in the cache but the length of that step: not a bit may
- * change. */
-static int check_repeat(const run_state *state, const layer_run *run, int64_t step,
-                        const int32_t *length) {
+/* Runs the attention of a step again, with the whole trace in the cache but the length of that
+ * step; the outputs come to host_scratch. */
+static int attend_again(const run_state *state, const layer_run *run, int64_t step, nyb_path path,
+                        double *time_us) {
+  const nyb_backend backend = state->settings->backend;
+  const int32_t length = (int32_t)(state->task->prompt_tokens + step + 1);
   nyb_attention attention = describe(state, run, step, run->scratch);
-  attention.lengths = length;
+  void *lengths = NULL;
+  int status = nyb_place_copy(backend, &length, sizeof length, &lengths);
+  attention.lengths = lengths;
+  attention.path = path;
+  if (status == 0) status = attend(state, run, &attention, time_us);
+  if (status == 0) {
+    status = nyb_fetch(backend, run->scratch, step_bytes(state, run), run->host_scratch);
+  }
+  nyb_release_placed(backend, lengths);
+  return status;
+}
+
+/* Not a bit may change. */
+static int check_repeat(const run_state *state, const layer_run *run, int64_t step) {
   double time_us;
-  const int status = attend(state, run, &attention, &time_us);
+  const int status = attend_again(state, run, step, state->settings->path, &time_us);
   if (status != 0) return status;
-  const char *first = run->outputs + step * step_bytes(state, run);
-  if (memcmp(first, run->scratch, (size_t)step_bytes(state, run)) == 0) return 0;
+  const char *first = run->host_outputs + step * step_bytes(state, run);
+  if (memcmp(first, run->host_scratch, (size_t)step_bytes(state, run)) == 0) return 0;
   return nyb_command_failed(
       "%s, layer %lld, step %lld: the same attention gave other bits the "
       "second time",
@@ -207,16 +279,13 @@ static void compare_row(const void *ours, const void *theirs, nyb_dtype dtype, i
 }
 
 static int compare_paths(const run_state *state, const layer_run *run, int64_t step,
-                         const int32_t *length, nyb_replay_agreement *agreement, double *time_us) {
-  nyb_attention attention = describe(state, run, step, run->scratch);
-  attention.lengths = length;
-  attention.path = run->other_plan.path;
-  const int status = attend(state, run, &attention, time_us);
+                         nyb_replay_agreement *agreement, double *time_us) {
+  const int status = attend_again(state, run, step, run->other_plan.path, time_us);
   if (status != 0) return status;
-  const char *ours = run->outputs + step * step_bytes(state, run);
+  const char *ours = run->host_outputs + step * step_bytes(state, run);
   const int64_t dim = run->layer->value_dim;
   for (int64_t head = 0; head < run->layer->query_heads; head++) {
-    compare_row(ours, run->scratch, state->task->output_dtype, head * dim, dim, agreement);
+    compare_row(ours, run->host_scratch, state->task->output_dtype, head * dim, dim, agreement);
   }
   return 0;
 }
@@ -233,7 +302,7 @@ static int measure_error(const run_state *state, const layer_run *run, const dou
   for (int64_t row = 0; row < rows; row++) {
     double dot = 0, out_squares = 0, reference_squares = 0;
     for (int64_t d = row * dim; d < (row + 1) * dim; d++) {
-      const double out = nyb_element(run->outputs, state->task->output_dtype, d);
+      const double out = nyb_element(run->host_outputs, state->task->output_dtype, d);
       if (!isfinite(out)) {
         return nyb_command_failed(
             "%s, layer %lld, step %lld, query head %lld: the output is not finite",
@@ -369,10 +438,9 @@ static int decode(const run_state *state) {
 /* Both paths at one step, long after it. */
 static int compare_step(const run_state *state, const layer_run *run, int64_t step,
                         nyb_replay_agreement *agreement, double *time_us) {
-  const int32_t length = (int32_t)(state->task->prompt_tokens + step + 1);
-  const int status = check_repeat(state, run, step, &length);
+  const int status = check_repeat(state, run, step);
   if (status != 0 || !run->other_supported) return status;
-  return compare_paths(state, run, step, &length, agreement, time_us);
+  return compare_paths(state, run, step, agreement, time_us);
 }
 
 /* The compared steps lie evenly spread, the last one among them. */
@@ -395,25 +463,48 @@ static int compare(const run_state *state, nyb_replay_result *result) {
   return status;
 }
 
+static int fetch_outputs(const run_state *state) {
+  int status = 0;
+  for (int64_t i = 0; i < state->task->trace->layer_count && status == 0; i++) {
+    const layer_run *run = &state->layers[i];
+    status = nyb_fetch(state->settings->backend, run->outputs,
+                       state->task->steps * step_bytes(state, run), run->host_outputs);
+  }
+  return status;
+}
+
+static int make_events(run_state *state) {
+  if (state->settings->backend == NYB_BACKEND_CPU) return 0;
+  for (int i = 0; i < 2; i++) state->events[i] = device_event_create();
+  return state->events[0] != NULL && state->events[1] != NULL ? 0 : nyb_device_failed();
+}
+
+static void release_events(const run_state *state) {
+  for (int i = 0; i < 2; i++) device_event_destroy(state->events[i]);
+}
+
 int nyb_replay_run(nyb_context *context, const nyb_replay_settings *settings,
                    const nyb_replay_task *task, nyb_width width, nyb_replay_result *result) {
   const int64_t layers = task->trace->layer_count;
-  run_state state = {context, settings, task, width,
-                     nyb_command_allocate(layers * (int64_t)sizeof(layer_run))};
+  run_state state = {
+      context,     settings, task, width, nyb_command_allocate(layers * (int64_t)sizeof(layer_run)),
+      {NULL, NULL}};
   *result = (nyb_replay_result){.width = width};
   result->layers = nyb_command_allocate(layers * (int64_t)sizeof *result->layers);
-  int status = 0;
+  int status = make_events(&state);
   for (int64_t i = 0; i < layers && status == 0; i++) {
     state.layers[i].layer = &task->trace->layers[i];
     status = set_up_layer(&state, &state.layers[i]);
   }
   if (status == 0) status = decode(&state);
+  if (status == 0) status = fetch_outputs(&state);
   if (status == 0) status = compare(&state, result);
   if (status == 0) {
     result->plan = state.layers[0].plan;
     status = sum_up(&state, result);
   }
-  for (int64_t i = 0; i < layers; i++) release_layer(&state.layers[i]);
+  for (int64_t i = 0; i < layers; i++) release_layer(settings->backend, &state.layers[i]);
+  release_events(&state);
   free(state.layers);
   return status;
 }
