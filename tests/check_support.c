@@ -117,7 +117,7 @@ void check_pass(check_tally *tally) { tally->passed++; }
 static void note_failure(check_run *run, check_tally *tally, const char *format,
                          va_list arguments) {
   tally->failed++;
-  if (run->failures_kept == CHECK_KEPT_FAILURES) return;
+  if (run->failures_kept == CHECK_KEPT_FAILURES || tally->failed > CHECK_KEPT_OF_A_KERNEL) return;
   char *text = run->failures[run->failures_kept++];
   const int used = snprintf(text, CHECK_FAILURE_CHARACTERS, "%s: ", tally->kernel.name);
   vsnprintf(text + used, CHECK_FAILURE_CHARACTERS - (size_t)used, format, arguments);
