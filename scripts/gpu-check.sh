@@ -11,7 +11,15 @@
 # include/cjson/cJSON.h and lib/libcjson.so where the system has none. Results go to DIR, to $OUT
 # where that is set, else to build-gpu/results.
 set -uo pipefail
-cd "$(dirname "$0")/.." || exit 1
+script=$(realpath "$0")
+cd "$(dirname "$script")/.." || exit 1
+
+# It calls itself: gpu-check.sh --verify-part DEPTH FORMAT OPERATION.
+part=()
+if [ "${1-}" = --verify-part ]; then
+  part=("${@:2}")
+  set --
+fi
 
 depth=--quick
 steps=verify,sanitizer,bench,peers
@@ -50,6 +58,16 @@ nybble=$work/nybble
 # A cache of its own, so that nothing compiled by another version is measured.
 export NYBBLE_CACHE_DIR=${NYBBLE_CACHE_DIR:-$work/kernel-cache}
 
+verify_part() {
+  local log=$work/verify-$2-$3
+  timeout 900 "$nybble" verify --backend cuda ${1:+"$1"} --format "$2" --operation "$3" --json \
+    >"$log.json" 2>"$log.log" || echo "verify $2 $3: exit code $?: $(head -c 300 "$log.log")"
+}
+if [ ${#part[@]} -gt 0 ]; then
+  verify_part "${part[@]}"
+  exit
+fi
+
 # ---- Build ----------------------------------------------------------------------------------------
 say "building"
 if ! {
@@ -73,13 +91,7 @@ verify_all() {
       [[ $operation == geglu && $format == affine* ]] && continue
       printf '%s %s\n' "$format" "$operation"
     done
-  done |
-    # shellcheck disable=SC2016 # the inner shell expands them
-    xargs -P "$(nproc)" -L 1 bash -c '
-    timeout 900 "$0" verify --backend cuda $1 --format "$3" --operation "$4" --json \
-      >"$2/verify-$3-$4.json" 2>"$2/verify-$3-$4.log" ||
-      echo "verify $3 $4: exit code $?: $(head -c 300 "$2/verify-$3-$4.log")"' \
-    "$nybble" "$depth" "$work"
+  done | xargs -P "$(nproc)" -L 1 "$script" --verify-part "$depth"
 }
 if wanted verify; then
   say "verifying"

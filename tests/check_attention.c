@@ -57,7 +57,8 @@ static bool find_cuda_kernels(check_run *run, const attention_scene *scene, nyb_
   nyb_attention call = scene->call;
   nyb_plan plan = NYB_PLAN_INIT;
   call.path = path;
-  *set = (kernel_set){.arithmetic = ORACLE_CUDA_F32};
+  check_stage_pretend(&call);
+  *set = (kernel_set){.arithmetic = ORACLE_CUDA_F32, .key_kernel = ""};
   if (context == NULL) return false;
   check_tally *found[2] = {NULL, NULL};
   if (path == NYB_PATH_COMPAT) {
@@ -70,6 +71,7 @@ static bool find_cuda_kernels(check_run *run, const attention_scene *scene, nyb_
       check_fail_cuda(run, "attention_", "%s: no plan: %s", what, nyb_last_error());
       return false;
     }
+    set->key_kernel = plan.key_kernel;
     found[0] = check_find_name(run, plan.key_kernel);
     found[1] = check_find_name(run, plan.value_kernel);
     if (strncmp(plan.key_kernel, "attention_general", 17) != 0) {
@@ -659,9 +661,11 @@ static void advance_stored(nyb_stored *stored, int64_t batch_index, int64_t head
 /* On the GPU fewer rows may be another kernel's, which may give other bits. */
 static bool other_kernel(const invariant *v, const nyb_attention *part) {
   nyb_plan plan = NYB_PLAN_INIT;
+  nyb_attention call = *part;
   if (v->isa != NYB_ISA_CUDA) return false;
-  return nyb_attention_plan(v->run->contexts[v->isa], part, &plan) == NYB_OK &&
-         strcmp(plan.key_kernel, v->scene.plan.key_kernel) != 0;
+  check_stage_pretend(&call);
+  return nyb_attention_plan(v->run->contexts[v->isa], &call, &plan) == NYB_OK &&
+         strcmp(plan.key_kernel, v->set.key_kernel) != 0;
 }
 
 /* Runs the scene's call with other fields over the same buffers. Outputs are written in place. */

@@ -23,6 +23,7 @@ typedef struct kernel_set {
   int64_t calls[MAX_KERNELS];
   int count, scores, values; /* scores: the one that a wrong lse counts against */
   oracle_arithmetic arithmetic;
+  const char *key_kernel; /* CUDA: what the plan names */
 } kernel_set;
 
 /* False where they do not run here or are not asked for. */

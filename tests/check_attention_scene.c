@@ -5,6 +5,7 @@
 #include <string.h>
 
 #include "attention_scene.h"
+#include "check_stage.h"
 
 static int64_t bytes_of(nyb_dtype dtype) { return dtype == NYB_F32 ? 4 : 2; }
 
@@ -419,7 +420,9 @@ static bool prepare_workspace(attention_scene *scene, size_t bytes) {
 nyb_status scene_prepare(attention_scene *scene, nyb_context *context, nyb_path path) {
   scene->plan = (nyb_plan)NYB_PLAN_INIT;
   scene->call.path = path;
-  const nyb_status status = nyb_attention_plan(context, &scene->call, &scene->plan);
+  nyb_attention call = scene->call;
+  if (nyb_context_backend(context) == NYB_BACKEND_CUDA) check_stage_pretend(&call);
+  const nyb_status status = nyb_attention_plan(context, &call, &scene->plan);
   if (status != NYB_OK) return status;
   if (scene->plan.path != path) return NYB_ERROR_UNSUPPORTED;
   if (!prepare_workspace(scene, scene->plan.workspace_bytes)) return NYB_ERROR_OUT_OF_MEMORY;

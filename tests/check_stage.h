@@ -23,6 +23,9 @@ bool check_stage_open(int ordinal); /* opens the device; check_error() says why 
 void check_stage_close(void);
 void check_stage_place(stage_placement placement); /* of the calls to come; SEPARATE stays */
 
+/* Gives the call addresses with the alignment that they will have on the device, for a plan. */
+void check_stage_pretend(nyb_attention *call);
+
 /* For checks that hold a call's device side in hand: they make it, run it as they like, any number
  * of times, and take it back. The descriptor that comes back points to device memory; the workspace
  * is the scene's size. */
