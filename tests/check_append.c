@@ -271,10 +271,15 @@ static bool flag_is(append_check *c, int32_t want, const char *when) {
   return got == want || fail(c, "non_finite", when);
 }
 
+static bool wait_for(append_check *c, device_stream stream) {
+  return device_synchronize(stream) || fail(c, "wait", device_error());
+}
+
 static bool steps(append_check *c) {
   journal j = {0};
-  return append_tokens(c, &j, 0, 37, NULL) && append_tokens(c, &j, 37, 1, check_stage_stream()) &&
-         (device_synchronize(check_stage_stream()) || fail(c, "wait", device_error())) &&
+  /* The second stream does not wait for the default one on its own. */
+  return append_tokens(c, &j, 0, 37, NULL) && wait_for(c, NULL) &&
+         append_tokens(c, &j, 37, 1, check_stage_stream()) && wait_for(c, check_stage_stream()) &&
          compare(c, &j) && append_tokens(c, &j, 38, 100, NULL) && /* grows, and moves */
          compare(c, &j) && trim_one(c, &j, 1, 20) && trim_one(c, &j, 2, 3) &&
          append_tokens(c, &j, 138, 2, NULL) && compare(c, &j) &&

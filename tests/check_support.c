@@ -230,7 +230,10 @@ static void make_contexts(check_run *run) {
 static void add_up(check_run *run) {
   for (int64_t i = 0; i < run->tally_count; i++) {
     check_tally *tally = &run->tallies[i];
-    if (tally->passed + tally->failed + tally->skipped == 0) {
+    const bool unreached = tally->passed + tally->failed + tally->skipped == 0;
+    if (unreached && run->options.sanitizer) {
+      skip(tally, "the small set for a sanitizer does without it");
+    } else if (unreached) {
       check_fail(run, tally, "no check reached this kernel");
     }
     run->passed += tally->passed;

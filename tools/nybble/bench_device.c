@@ -115,7 +115,7 @@ int nyb_bench_measure_device(const nyb_bench_settings *settings, const nyb_bench
 /* Each thread adds up eight 16-byte loads a turn, which lie a whole grid apart, and stores the sum
  * only where it is a number that it never is: so no load can be left out. */
 static const char read_ptx[] =
-    ".version 7.0\n"
+    ".version 7.4\n"
     ".target sm_80\n"
     ".address_size 64\n"
     ".visible .entry read_memory(.param .u64 data, .param .u64 turns, .param .u64 sink) {\n"
