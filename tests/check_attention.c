@@ -392,7 +392,7 @@ static void check_poison(walk *w) {
   static const int32_t tokens[] = {0, 70, 129, 1060};
   for (poison_place place = POISON_QUERY; place <= POISON_VALUE_BIAS; place++) {
     for (int i = 0; i < 12; i++) {
-      attention_shape shape = decode(names[place], 4, 2, 64, i % 4 == 3 ? 1100 : 130);
+      attention_shape shape = decode_shape(names[place], 4, 2, 64, i % 4 == 3 ? 1100 : 130);
       shape.batch = 2;
       shape.lengths[0] = 40;
       shape.lengths[1] = i % 4 == 3 ? 1100 : 130;
@@ -429,7 +429,7 @@ static void check_overflow(walk *w) {
                {"-inf but in one tile of three chunks", 2100, 64, 2100},
                {"-inf throughout two chunks", 1100, 0, 1100}};
   for (size_t i = 0; i < sizeof spans / sizeof spans[0]; i++) {
-    attention_shape shape = decode(spans[i].name, 4, 2, 64, spans[i].length);
+    attention_shape shape = decode_shape(spans[i].name, 4, 2, 64, spans[i].length);
     shape.queries = QUERIES_ALONG;
     shape.overflow = (score_overflow){.first = spans[i].first, .end = spans[i].end};
     check_case(w, shape);
@@ -441,7 +441,7 @@ static void check_overflow(walk *w) {
                                   .element = 33};
     check_case(w, shape);
   }
-  attention_shape upwards = decode("+inf in one token", 4, 2, 64, 130);
+  attention_shape upwards = decode_shape("+inf in one token", 4, 2, 64, 130);
   upwards.queries = QUERIES_ALONG;
   upwards.overflow = (score_overflow){.first = 70, .end = 71, .upwards = true};
   check_case(w, upwards);

@@ -242,6 +242,37 @@ static void check_kinds(check_run *run, const family *f, int format, int turn) {
   }
 }
 
+/* One element that is not finite wherever attention reads one, and scores beyond all numbers: what
+ * comes of it is never plausible, and other rows, heads and sequences do not feel it. */
+static void check_not_finite(check_run *run, const family *f, int format) {
+  static const double values[] = {NAN, INFINITY, -INFINITY};
+  static const int32_t spans[][2] = {{3, 4}, {0, 64}, {0, 299}, {0, 300}, {130, 300}, {1, 300}};
+  if (f->query_len > 16) return;
+  for (int i = 0; i < 10; i++) {
+    attention_shape shape = family_shape(f, format, 40 + i);
+    shape.batch = 2;
+    shape.lengths[0] = 40;
+    shape.lengths[1] = 300;
+    shape.poison = (scene_poison){.place = (poison_place)(POISON_QUERY + i % 5),
+                                  .value = values[(i + format) % 3],
+                                  .batch = 1,
+                                  .head = 1,
+                                  .row = i % 5 == 0 ? 0
+                                         : i < 5    ? 299
+                                                    : 17,
+                                  .element = 5 * i};
+    run_case(run, f, &shape);
+  }
+  for (size_t i = 0; i < sizeof spans / sizeof spans[0]; i++) {
+    attention_shape shape = family_shape(f, format, 50 + (int)i);
+    shape.lengths[0] = 300;
+    shape.queries = QUERIES_ALONG;
+    shape.overflow = (score_overflow){.first = spans[i][0], .end = spans[i][1]};
+    if (shape.key_format.dtype == NYB_F16) continue; /* overflows only where scores are f16 */
+    run_case(run, f, &shape);
+  }
+}
+
 /* Field cases 7 and 12: one token, a one-hot query for each element: lse is the key's element and
  * out the value's row. */
 static void check_one_hot(check_run *run, const family *f, int format) {
@@ -502,6 +533,7 @@ static void check_family(check_run *run, const family *f, int format, int turn) 
   if (tiny) return;
   check_kinds(run, f, format, turn);
   check_one_hot(run, f, format);
+  if (f->always) check_not_finite(run, f, format);
   check_long(run, f, format);
   check_family_accuracy(run, f, format);
   check_family_invariants(run, f, format);

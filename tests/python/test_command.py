@@ -239,6 +239,9 @@ def test_info_json() -> None:
         "NYBBLE_THREADS",
         "NYBBLE_PATH",
         "NYBBLE_GEGLU",
+        "NYBBLE_LIBCUDA",
+        "NYBBLE_NVRTC",
+        "NYBBLE_CACHE_DIR",
     }
 
 
@@ -246,6 +249,8 @@ def test_info_text_shows_every_kernel() -> None:
     text = good("info")
     for kernel in good_json("info")["kernels"]:
         state = "yes" if kernel["runs_here"] else f"no: {kernel['isa']} {kernel['reason']}"
+        if kernel["isa"] == "cuda" and not kernel["runs_here"]:
+            state = "no: see cuda above"
         assert re.search(rf"^{kernel['name']} .* {re.escape(state)}$", text, re.MULTILINE)
 
 
@@ -578,14 +583,56 @@ def test_bench_table() -> None:
     assert all(row.startswith("1,2,1,64,64  ") for row in rows[1:])
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["verify", "--quick"],
+        ["bench", "attention"],
+        ["bench", "geglu"],
+        ["bench", "quantize"],
+        ["bench", "append"],
+        ["replay", TRACE],
+    ],
+    ids=lambda arguments: " ".join(map(str, arguments[:2])),
+)
+def test_cuda_without_a_gpu(arguments: list[Any], tmp_path: Path) -> None:
+    run = nybble(*arguments, "--backend", "cuda", NYBBLE_LIBCUDA=str(tmp_path / "none.so"))
+    assert (run.returncode, run.stdout) == (1, "")
+    assert re.match(r"nybble: error: libcuda could not be loaded: .*none\.so", run.stderr)
+    assert len(run.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["verify", "--backend", "metal"], "must be cpu or cuda"),
+        (["verify", "--backend", "cuda", "--isa", "avx2"], "--isa does not go with"),
+        (["verify", "--sanitizer"], "--sanitizer goes with --backend cuda"),
+        (["bench", "append"], "append is not measured on the backend cpu"),
+        (["bench", "overhead", "--backend", "cuda"], "overhead is not measured on the backend"),
+        (["bench", "geglu", "--backend", "cuda", "--threads", "2"], "do not go with"),
+        (["replay", "--backend", "gpu", "x"], "must be cpu or cuda"),
+    ],
+)
+def test_bad_backends(arguments: list[str], sentence: str) -> None:
+    run = nybble(*arguments)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert sentence in run.stderr
+
+
 @pytest.mark.parametrize("path", sorted(SHAPES.glob("*.txt")), ids=lambda path: path.name)
 def test_shape_files(path: Path) -> None:
-    fields = 5 if path.name.startswith("attention") else 2
+    fields = {"attention": 5, "append": 3}.get(path.stem.split("-")[0], 2)
     lines = [line.split("#")[0].strip() for line in path.read_text().splitlines()]
     shapes = [tuple(map(int, line.split(","))) for line in lines if line]
     assert shapes and len(set(shapes)) == len(shapes)
     assert all(len(shape) == fields for shape in shapes)
-    sources = {"attention-short": "attention", "geglu": "geglu", "quantize": "quantize"}
+    sources = {
+        "attention-short": "attention",
+        "append": "append",
+        "geglu": "geglu",
+        "quantize": "quantize",
+    }
     if path.stem in sources:  # the file says what the command measures without --shape
         source = (ROOT / "tools" / "nybble" / f"bench_{sources[path.stem]}.c").read_text()
         table = re.search(r"default_shapes\[\] = \{(.*?)^\};", source, re.DOTALL | re.MULTILINE)[1]
