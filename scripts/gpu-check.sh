@@ -93,12 +93,7 @@ verify_all() {
     done
   done | xargs -P "$(nproc)" -L 1 "$script" --verify-part "$depth"
 }
-if wanted verify; then
-  say "verifying"
-  verify_all
-fi
-
-# ---- compute-sanitizer -------------------------------------------------------------------------------
+# ---- compute-sanitizer, on a few cases, beside it ---------------------------------------------------
 sanitize() {
   local tool=$1 limit=$2
   timeout "$limit" compute-sanitizer --tool "$tool" --error-exitcode 9 \
@@ -109,17 +104,20 @@ sanitize() {
 }
 if wanted sanitizer; then
   rm -f "$work"/sanitizer-*
+  limit=150
+  [ "$depth" = --quick ] || limit=500
   if command -v compute-sanitizer >/dev/null; then
     say "compute-sanitizer"
-    "$nybble" verify --backend cuda --sanitizer --json >"$work/sanitizer-none.json" 2>/dev/null
-    limit=150
-    [ "$depth" = --quick ] || limit=500
     for tool in memcheck racecheck initcheck; do sanitize $tool $limit & done
-    wait
   else
     echo "compute-sanitizer is not installed"
   fi
 fi
+if wanted verify; then
+  say "verifying"
+  verify_all
+fi
+wait
 
 # ---- Benchmarks, alone on the card ---------------------------------------------------------------------
 measure() {

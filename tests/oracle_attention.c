@@ -34,8 +34,9 @@
  *     but for elements that end among f16's subnormals: with the row's largest at 2^14 or more and
  *     an element divided by up to 2^8, these lose 2^-25 * 2^8 / 2^14 = 2^-31 of the largest.
  *   - Weights: p * scale is rounded to f16, a relative 2^-11 of each token's p * |scale| * code;
- *     or, among the subnormals, 2^-25 where the largest weight is 1/2 or more and the largest scale
- *     2^14 or more: 2^-38 of the largest product of the two for each unit of a code.
+ *     or, among the subnormals, 2^-25 where the largest weight is held as 2^-3 or more and the
+ *     largest scale as 2^13 or more: 2^-35 of the largest product of the two for each unit of a
+ *     code. For the same reason weights are lost from 2^-123 of the largest on.
  *   - Scores times log2(e), and 2^x of that: u * |score| each for score and product.
  */
 #include <math.h>
@@ -357,7 +358,8 @@ static void weigh_values(const oracle_attention *a, const row_state *row, oracle
 
 /* exp gives 0 below 2^-126, and sums lose what is below that: this much of the largest value. */
 static double underflow(const oracle_attention *a, int64_t visible) {
-  return (double)visible * 0x1p-125 * a->values->largest;
+  return (double)visible * (a->arithmetic == ORACLE_CUDA_WEIGHTS ? 0x1p-122 : 0x1p-125) *
+         a->values->largest;
 }
 
 /* The largest |v - out| of a column: a mean with other weights is not farther away. */
@@ -374,7 +376,7 @@ static void add_f16_weight_errors(const oracle_attention *a, const row_state *ro
   const int64_t dim = a->values->dim;
   double largest = 0;
   for (int64_t n = 0; n < row->visible; n++) largest = fmax(largest, row->probability[n]);
-  const double subnormal = 0x1p-38 * largest * a->values->largest;
+  const double subnormal = 0x1p-35 * largest * a->values->largest;
   for (int64_t n = 0; n < row->visible; n++) {
     for (int64_t d = 0; d < dim; d++) {
       error[d] += row->probability[n] * a->values->scaled[n * dim + d] * 0x1.01p-11 + subnormal;
