@@ -66,8 +66,8 @@ static nyb_status check_choices(const nyb_attention *a) {
                     (int)a->lse.dtype);
   }
   if (!isfinite(a->scale)) {
-    return nyb_fail(NYB_ERROR_NON_FINITE, "attention.scale is %g; it must be finite",
-                    (double)a->scale);
+    return nyb_fail(NYB_ERROR_NON_FINITE, "attention.scale is %s; it must be finite",
+                    nyb_non_finite_name(a->scale));
   }
   if (a->scale == 0) {
     return nyb_fail(NYB_ERROR_VALUE,

@@ -93,4 +93,9 @@ static inline void nyb_store_f32(void *data, nyb_dtype dtype, int64_t index, flo
   ((float *)data)[index] = value;
 }
 
+/* A number that is not finite, for a sentence. printf may call a NaN "-nan". */
+static inline const char *nyb_non_finite_name(float value) {
+  return value > 0 ? "infinity" : value < 0 ? "-infinity" : "NaN";
+}
+
 #endif

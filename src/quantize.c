@@ -214,8 +214,8 @@ nyb_status nyb_quantize_refuse(const nyb_quantize_span *span, nyb_quantize_fn ke
   for (int64_t element = first; element < first + span->group_size; element++) {
     const float value = nyb_load_f32(span->input, span->input_dtype, element);
     if (!isfinite(value)) {
-      return nyb_fail(NYB_ERROR_NON_FINITE, "%s, element %lld, is %f; every value must be finite",
-                      where, (long long)element, (double)value);
+      return nyb_fail(NYB_ERROR_NON_FINITE, "%s, element %lld, is %s; every value must be finite",
+                      where, (long long)element, nyb_non_finite_name(value));
     }
     minimum = fminf(minimum, value);
     maximum = fmaxf(maximum, value);

@@ -245,8 +245,10 @@ static void test_refuses_choices(void **state) {
   REFUSED(&r, out.dtype, (nyb_dtype)4, NYB_ERROR_ENUM, "out.dtype is 4");
   REFUSED(&r, lse.dtype, NYB_BF16, NYB_ERROR_DTYPE, "lse.dtype is");
   REFUSED(&r, scale, 0, NYB_ERROR_VALUE, "scale is 0");
-  REFUSED(&r, scale, NAN, NYB_ERROR_NON_FINITE, "scale is");
-  REFUSED(&r, scale, INFINITY, NYB_ERROR_NON_FINITE, "scale is inf");
+  REFUSED(&r, scale, NAN, NYB_ERROR_NON_FINITE, "attention.scale is NaN;");
+  REFUSED(&r, scale, -NAN, NYB_ERROR_NON_FINITE, "attention.scale is NaN;");
+  REFUSED(&r, scale, INFINITY, NYB_ERROR_NON_FINITE, "attention.scale is infinity;");
+  REFUSED(&r, scale, -INFINITY, NYB_ERROR_NON_FINITE, "attention.scale is -infinity;");
   int on_the_cpu = 0;
   expect_sentence(
       nyb_attention_run(r.context, &r.call, r.workspace, r.workspace_bytes, &on_the_cpu),

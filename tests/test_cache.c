@@ -713,7 +713,7 @@ static void test_refused_values(void **state) {
                          "append.value at batch 1, head 1, token 4, element 63, is 65520; it must "
                          "fit the dtype");
     expect_refused_value(cache, &append, 0, ROW - 1, INFINITY,
-                         "append.key at batch 1, head 1, token 4, element 63, is inf");
+                         "append.key at batch 1, head 1, token 4, element 63, is infinity;");
     expect_refused_value(cache, &append, 0, 0, NAN, "append.key at batch 0, head 0, token 0");
     expect_refused_value(cache, &append, 0, (2 * N + 3) * DIM + 40, NAN,
                          "append.key at batch 1, head 0, token 3, element 40");

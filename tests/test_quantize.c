@@ -439,14 +439,14 @@ static void test_quantize_refuses_memory(void **state) {
 /* The first of several elements that cannot be stored is named; nothing is written. */
 static void test_quantize_refuses_values(void **state) {
   (void)state;
-  static const float bad[] = {NAN, INFINITY, -INFINITY};
-  for (int i = 0; i < 3; i++) {
+  const float bad[] = {NAN, -NAN, INFINITY, -INFINITY};
+  static const char *const words[] = {"element 40, is NaN; every", "element 40, is NaN; every",
+                                      "element 40, is infinity; every",
+                                      "element 40, is -infinity; every"};
+  for (int i = 0; i < 4; i++) {
     input[(1 * 6 + 1 * 2 + 1) * 96 + 40] = bad[i];
     input[11 * 96] = NAN;
-    REFUSED(reserved = 0, NYB_ERROR_NON_FINITE, "batch 1, head 1, token 1, element 40",
-            i == 0   ? "nan"
-            : i == 1 ? "inf"
-                     : "-inf");
+    REFUSED(reserved = 0, NYB_ERROR_NON_FINITE, "batch 1, head 1, token 1, element 40", words[i]);
     fill_input();
   }
   input[96 + 33] = 3e38f, input[96 + 34] = -3e38f; /* the range overflows f32 */
