@@ -8,32 +8,19 @@ build/libnybble.so where that is not set.
 from __future__ import annotations
 
 import ctypes
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
+from nybble_library import DTYPE_ID, ISAS, Library
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed: pip install 'mlx[cpu]'")
 nn = pytest.importorskip("mlx.nn", reason="mlx is not installed: pip install 'mlx[cpu]'")
 
-ROOT = Path(__file__).resolve().parents[2]
-LIBRARY = Path(os.environ.get("NYBBLE_LIBRARY", ROOT / "build" / "libnybble.so"))
-
-DTYPE_ID = {"f32": 1, "f16": 2, "bf16": 3}
 MLX_DTYPE = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 INFINITY = {"f16": 0x7C00, "bf16": 0x7F80}
 NAN = {"f16": 0x7E00, "bf16": 0x7FC0}
-ISAS = {"scalar": 1, "avx2": 2, "avx512": 3, "neon": 4}
 PATHS = {"fused": 1, "compat": 2}
-
-
-class ContextOptions(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("isa", ctypes.c_int), ("threads", ctypes.c_int64),
-                ("parallel_for", ctypes.c_void_p), ("parallel_for_data", ctypes.c_void_p),
-                ("allocator", ctypes.c_void_p * 3), ("backend", ctypes.c_int),
-                ("device", ctypes.c_int32), ("device_allocator", ctypes.c_void_p * 3)]  # fmt: skip
 
 
 class Geglu(ctypes.Structure):
@@ -48,25 +35,18 @@ class Geglu(ctypes.Structure):
 def geglu(request: pytest.FixtureRequest) -> Any:
     """A function of (gate, up, dtype), arrays of bits or floats, on one ISA and path."""
     isa, path = request.param
-    if not LIBRARY.exists():
-        pytest.fail(f"{LIBRARY} does not exist; build it or set NYBBLE_LIBRARY")
-    library = ctypes.CDLL(str(LIBRARY))
-    library.nyb_last_error.restype = ctypes.c_char_p
-    context = ctypes.c_void_p()
-    options = ContextOptions(struct_size=ctypes.sizeof(ContextOptions), isa=ISAS[isa])
-    if library.nyb_context_create(ctypes.byref(options), ctypes.byref(context)) != 0:
-        pytest.skip(f"{isa}: {library.nyb_last_error().decode()}")
+    library = Library(isa)
+    library.expect_run_size("nyb_geglu_run", Geglu)
 
     def run(gate: Any, up: Any, dtype: str) -> Any:
         out = np.full_like(gate, -1 if dtype == "f32" else 0xFFFF)
         call = Geglu(ctypes.sizeof(Geglu), 1, gate.size, DTYPE_ID[dtype], PATHS[path],
                      gate.ctypes.data, 0, up.ctypes.data, 0, out.ctypes.data, 0)  # fmt: skip
-        status = library.nyb_geglu_run(context, ctypes.byref(call), None)
-        assert status == 0, library.nyb_last_error().decode()
+        library.run("nyb_geglu_run", call)
         return out
 
     yield run
-    library.nyb_context_destroy(context)
+    library.close()
 
 
 def mlx_geglu(gate: Any, up: Any, dtype: str, gelu: Any = nn.gelu_approx) -> Any:

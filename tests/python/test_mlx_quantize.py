@@ -8,25 +8,19 @@ build/libnybble.so where that is not set.
 from __future__ import annotations
 
 import ctypes
-import os
-from pathlib import Path
 from typing import Any
 
 import pytest
+from nybble_library import DTYPE_ID, ISAS, Library
 
 np = pytest.importorskip("numpy", reason="numpy is not installed")
 mx = pytest.importorskip("mlx.core", reason="mlx is not installed: pip install 'mlx[cpu]'")
 
-ROOT = Path(__file__).resolve().parents[2]
-LIBRARY = Path(os.environ.get("NYBBLE_LIBRARY", ROOT / "build" / "libnybble.so"))
-
 BITS = (2, 3, 4, 5, 6, 8)
 GROUP_SIZES = (32, 64, 128)
 DTYPES = ("f32", "f16", "bf16")
-DTYPE_ID = {"f32": 1, "f16": 2, "bf16": 3}
 MLX_DTYPE = {"f32": mx.float32, "f16": mx.float16, "bf16": mx.bfloat16}
 BITS_OF = {"f32": np.uint32, "f16": np.uint16, "bf16": np.uint16}  # how a dtype's bits are held
-ISAS = {"scalar": 1, "avx2": 2, "avx512": 3, "neon": 4}
 AFFINE = 2
 
 
@@ -59,39 +53,11 @@ class Dequantize(ctypes.Structure):
                 ("input", Stored), ("output", Floats)]  # fmt: skip
 
 
-class ContextOptions(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("isa", ctypes.c_int), ("threads", ctypes.c_int64),
-                ("parallel_for", ctypes.c_void_p), ("parallel_for_data", ctypes.c_void_p),
-                ("allocator", ctypes.c_void_p * 3), ("backend", ctypes.c_int),
-                ("device", ctypes.c_int32), ("device_allocator", ctypes.c_void_p * 3)]  # fmt: skip
-
-
-class Library:
-    """The part of libnybble that these tests call, on one ISA."""
-
-    def __init__(self, isa: str) -> None:
-        if not LIBRARY.exists():
-            pytest.fail(f"{LIBRARY} does not exist; build it or set NYBBLE_LIBRARY")
-        self.c = ctypes.CDLL(str(LIBRARY))
-        self.c.nyb_last_error.restype = ctypes.c_char_p
-        self.context = ctypes.c_void_p()
-        options = ContextOptions(struct_size=ctypes.sizeof(ContextOptions), isa=ISAS[isa])
-        status = self.c.nyb_context_create(ctypes.byref(options), ctypes.byref(self.context))
-        if status != 0:
-            pytest.skip(f"{isa}: {self.c.nyb_last_error().decode()}")
-
-    def close(self) -> None:
-        if self.context:
-            self.c.nyb_context_destroy(self.context)
-
-    def run(self, name: str, call: Any) -> None:
-        status = getattr(self.c, name)(self.context, ctypes.byref(call), None)
-        assert status == 0, self.c.nyb_last_error().decode()
-
-
 @pytest.fixture(scope="module", params=ISAS)
 def library(request: pytest.FixtureRequest) -> Any:
     made = Library(request.param)
+    made.expect_run_size("nyb_quantize_run", Quantize)
+    made.expect_run_size("nyb_dequantize_run", Dequantize)
     yield made
     made.close()
 
