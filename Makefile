@@ -24,8 +24,13 @@ BENCH_DIR ?= build/bench
 help: ## What there is to make
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
 
+# The group of packages that a target needs, those of its build included.
+PACKAGES := build
+bench: PACKAGES := plot
+peers: PACKAGES := peers
+
 build: ## The release build, in build/
-	@scripts/install-deps.sh build
+	@scripts/install-deps.sh $(PACKAGES)
 	@cmake --preset release $(if $(wildcard build/CMakeCache.txt),,-DNYBBLE_BUILD_TESTS=OFF)
 	@cmake --build --preset release --parallel $(JOBS)
 
@@ -56,7 +61,6 @@ bench: build $(VENV)/.plot ## Measure attention, GeGLU and quantization; draw pi
 	  --output $(BENCH_DIR)/nybble.png
 
 peers: build ## Build ggml beside nybble and compare on the same shapes
-	@scripts/install-deps.sh peers
 	bench/peers/build.sh
 	bench/peers/compare.py
 
@@ -65,9 +69,10 @@ lint: ## clang-format, clang-tidy, ruff
 	@$(MAKE) --no-print-directory $(VENV)/.lint
 	@scripts/lint.sh --jobs $(JOBS) --ruff $(VENV)/bin/ruff
 
-format: $(VENV)/.lint ## Format C and Python in place
+format: ## Format C and Python in place
 	@scripts/install-deps.sh lint
-	git ls-files '*.c' '*.h' | xargs clang-format -i
+	@$(MAKE) --no-print-directory $(VENV)/.lint
+	git ls-files '*.c' '*.h' | xargs $$(command -v clang-format-14 || echo clang-format) -i
 	$(VENV)/bin/ruff format
 
 install: build ## Install to PREFIX (/usr/local)
