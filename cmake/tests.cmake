@@ -48,6 +48,12 @@ if(NYBBLE_BUILD_TESTS)
   add_executable(cuda_matrix tests/cuda_matrix.c)
   target_link_libraries(cuda_matrix PRIVATE nybble_checks)
 
+  # A test stands before pthread_create.
+  if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
+    target_compile_definitions(test_thread_start PRIVATE NYB_TEST_WRAPS_PTHREAD_CREATE)
+    target_link_options(test_thread_start PRIVATE LINKER:--wrap=pthread_create)
+  endif()
+
   # The same tests over the reader for systems and file systems without mmap.
   nybble_add_cmocka_test(test_safetensors_unmapped tests/test_safetensors.c src/io_safetensors.c)
   target_compile_definitions(test_safetensors_unmapped PRIVATE NYB_NO_MMAP)
