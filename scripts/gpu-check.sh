@@ -104,7 +104,7 @@ sanitize() {
 }
 if wanted sanitizer; then
   rm -f "$work"/sanitizer-*
-  limit=150
+  limit=100
   [ "$depth" = --quick ] || limit=500
   if command -v compute-sanitizer >/dev/null; then
     say "compute-sanitizer"

@@ -126,8 +126,10 @@ static int value_format_of(const family *f, int format) {
   return PLAIN_FORMATS + (format - PLAIN_FORMATS + f->value_bits_off) % (FORMATS - PLAIN_FORMATS);
 }
 
-static attention_shape family_shape(const family *f, int format, int index) {
-  return (attention_shape){.name = f->name,
+static attention_shape family_shape(const family *f, const char *what, int format, int index) {
+  static char name[64]; /* of the case in hand */
+  snprintf(name, sizeof name, "%s: %s", f->name, what);
+  return (attention_shape){.name = name,
                            .batch = 1,
                            .query_heads = 2 * f->heads_per_kv,
                            .kv_heads = 2,
@@ -181,7 +183,7 @@ static void check_lengths(check_run *run, const family *f, int format) {
                                     64,  65,  95,  127, 128, 129, 191, 193, 255,  256,  257, 300,
                                     383, 385, 511, 512, 513, 640, 767, 769, 1023, 1024, 1025};
   enum { COUNT = sizeof lengths / sizeof lengths[0] };
-  attention_shape shape = family_shape(f, format, 1);
+  attention_shape shape = family_shape(f, "lengths", format, 1);
   const bool heavy = f->query_len > 16 || f->heads_per_kv > 16 || f->key_dim > 256;
   const int step = heavy || f->path == NYB_PATH_COMPAT ? 6 : run->options.quick ? 3 : 1;
   shape.batch = 0;
@@ -195,7 +197,7 @@ static void check_lengths(check_run *run, const family *f, int format) {
 /* Every head size and ratio with another number of rows, and other outputs. */
 static void check_rows(check_run *run, const family *f, int format) {
   static const int64_t rows[] = {2, 3, 5, 6, 7, 11, 16};
-  attention_shape shape = family_shape(f, format, 2);
+  attention_shape shape = family_shape(f, "rows", format, 2);
   shape.query_len = f->query_len > 1 ? f->query_len + 1 : rows[format % 7];
   shape.mask = NYB_MASK_CAUSAL;
   shape.out_dtype = finest_out(f);
@@ -235,7 +237,7 @@ enum { KINDS = sizeof kinds / sizeof kinds[0] };
 static void check_kinds(check_run *run, const family *f, int format, int turn) {
   const int step = f->always && !run->options.quick ? 1 : 6;
   for (int i = turn % step; i < KINDS; i += step) {
-    attention_shape shape = family_shape(f, format, 3 + i);
+    attention_shape shape = family_shape(f, "kind of data", format, 3 + i);
     if (f->query_len > 16) shape.query_len = 18 + i;
     shape.keys = kinds[i].keys;
     shape.values = kinds[i].values;
@@ -254,7 +256,7 @@ static void check_not_finite(check_run *run, const family *f, int format) {
   static const int32_t spans[][2] = {{3, 4}, {0, 64}, {0, 299}, {0, 300}, {130, 300}, {1, 300}};
   if (f->query_len > 16) return;
   for (int i = 0; i < 10; i++) {
-    attention_shape shape = family_shape(f, format, 40 + i);
+    attention_shape shape = family_shape(f, "not finite", format, 40 + i);
     shape.batch = 2;
     shape.lengths[0] = 40;
     shape.lengths[1] = 300;
@@ -269,7 +271,7 @@ static void check_not_finite(check_run *run, const family *f, int format) {
     run_case(run, f, &shape);
   }
   for (size_t i = 0; i < sizeof spans / sizeof spans[0]; i++) {
-    attention_shape shape = family_shape(f, format, 50 + (int)i);
+    attention_shape shape = family_shape(f, "overflow", format, 50 + (int)i);
     shape.lengths[0] = 300;
     shape.queries = QUERIES_ALONG;
     shape.overflow = (score_overflow){.first = spans[i][0], .end = spans[i][1]};
@@ -281,7 +283,7 @@ static void check_not_finite(check_run *run, const family *f, int format) {
 /* Field cases 7 and 12: one token, a one-hot query for each element: lse is the key's element and
  * out the value's row. */
 static void check_one_hot(check_run *run, const family *f, int format) {
-  attention_shape shape = family_shape(f, format, 30);
+  attention_shape shape = family_shape(f, "one-hot queries", format, 30);
   shape.kv_heads = (f->key_dim + f->heads_per_kv - 1) / f->heads_per_kv;
   shape.query_heads = shape.kv_heads * f->heads_per_kv;
   shape.query_len = 1;
@@ -295,7 +297,7 @@ static void check_one_hot(check_run *run, const family *f, int format) {
 
 /* Many blocks, the last one dominant (field case 26), and ratios and batches that fill no tile. */
 static void check_long(check_run *run, const family *f, int format) {
-  attention_shape shape = family_shape(f, format, 31);
+  attention_shape shape = family_shape(f, "long", format, 31);
   if (f->path == NYB_PATH_COMPAT) return;
   shape.batch = 2;
   shape.kv_heads = 1;
@@ -311,7 +313,7 @@ static void check_long(check_run *run, const family *f, int format) {
 }
 
 static void check_family_accuracy(check_run *run, const family *f, int format) {
-  attention_shape shape = family_shape(f, format, 32);
+  attention_shape shape = family_shape(f, "accuracy", format, 32);
   attention_scene scene;
   if (f->path == NYB_PATH_COMPAT || f->rounding != NYB_ROUNDING_EXACT || f->query_len > 1) return;
   shape.lengths[0] = 1000;
@@ -326,7 +328,8 @@ static void check_family_accuracy(check_run *run, const family *f, int format) {
 /* Alone, beside others, with other strides, causal rows against their decode steps, repeats. */
 static void check_family_invariants(check_run *run, const family *f, int format) {
   if (f->path == NYB_PATH_COMPAT) return;
-  attention_shape shapes[2] = {family_shape(f, format, 33), family_shape(f, format, 34)};
+  attention_shape shapes[2] = {family_shape(f, "invariants", format, 33),
+                               family_shape(f, "invariants", format, 34)};
   shapes[0].batch = 3;
   shapes[0].lengths[0] = 33;
   shapes[0].lengths[1] = 2500;
@@ -464,7 +467,7 @@ static void replay_lengths(replay *r) {
 
 static void check_graph(check_run *run, const family *f, int format) {
   replay r = {.run = run};
-  attention_shape shape = family_shape(f, format, 35);
+  attention_shape shape = family_shape(f, "graph", format, 35);
   if (f->path == NYB_PATH_COMPAT || run->options.sanitizer) return;
   shape.batch = 2;
   shape.query_len = f->query_len > 16 ? 20 : f->query_len;
@@ -499,7 +502,7 @@ static void check_host_pointers(check_run *run, const family *f, int format) {
   staged_attention staged;
   kernel_set set;
   nyb_context *context = run->contexts[NYB_ISA_CUDA];
-  attention_shape shape = family_shape(f, format, 36);
+  attention_shape shape = family_shape(f, "pointers", format, 36);
   shape.lengths[0] = 40;
   shape.capacity_tokens = 40;
   if (!scene_make(&scene, &shape)) return;

@@ -42,18 +42,30 @@ int nyb_bench_place_copies(const nyb_bench_run *run, nyb_bench_copies *copies) {
 /* ---- Graphs of calls ----------------------------------------------------------------------------
  */
 
-/* So many calls in a graph that every copy has its turn, and none is short of company. */
-static int64_t calls_of_graph(const nyb_bench_copies *copies) {
-  enum { LEAST = 32 };
+/* So many calls in a graph that every copy has its turn, and none is short of company; fewer, but
+ * two, where they take long. */
+static int64_t calls_of_graph(const nyb_bench_copies *copies, double call_us) {
+  enum { LEAST = 32, MOST_US = 40000 };
   const int64_t rounds = copies == NULL ? LEAST : (LEAST + copies->count - 1) / copies->count;
-  return copies == NULL ? LEAST : rounds * copies->count;
+  const int64_t calls = copies == NULL ? LEAST : rounds * copies->count;
+  const int64_t most = (int64_t)(MOST_US / call_us);
+  return calls <= most ? calls : most < 2 ? 2 : most;
 }
 
-/* The first calls compile, load and allocate: they run outside of the graph. */
+/* The first calls compile, load and allocate: they run outside of the graph. Then one is timed. */
+static int run_eagerly(const nyb_bench_context *on, nyb_bench_call call, void *data,
+                       device_event *const events[2], double *time_us) {
+  if (call(data, 0) != NYB_OK) return library_failed();
+  if (!device_event_record(events[0], on->stream)) return nyb_device_failed();
+  if (call(data, 1) != NYB_OK) return library_failed();
+  return device_event_record(events[1], on->stream) &&
+                 device_elapsed_us(events[0], events[1], time_us)
+             ? 0
+             : nyb_device_failed();
+}
+
 static device_graph *capture(const nyb_bench_context *on, nyb_bench_call call, void *data,
                              int64_t calls, int *status) {
-  *status = call(data, 0) == NYB_OK ? 0 : library_failed();
-  if (*status != 0) return NULL;
   if (!device_synchronize(on->stream) || !device_capture_begin(on->stream)) {
     *status = nyb_device_failed();
     return NULL;
@@ -74,15 +86,14 @@ static bool replay(const nyb_bench_context *on, device_graph *graph, device_even
 }
 
 static int measure_graph(const nyb_bench_settings *settings, const nyb_bench_context *on,
-                         device_graph *graph, int64_t calls, int64_t most_replays,
-                         nyb_timing *timing) {
+                         device_graph *graph, device_event *const events[2], int64_t calls,
+                         int64_t most_replays, nyb_timing *timing) {
   enum { WARM_UP = 3, LEAST = 5, MOST = 10000 };
-  device_event *const events[2] = {device_event_create(), device_event_create()};
   double *samples = nyb_command_allocate(MOST * (int64_t)sizeof *samples);
   int64_t most = settings->repeats > 0 ? settings->repeats : MOST, count = 0;
   if (most > MOST) most = MOST;
   if (most_replays > 0 && most > most_replays - WARM_UP) most = most_replays - WARM_UP;
-  bool good = events[0] != NULL && events[1] != NULL;
+  bool good = true;
   double ignored_us;
   for (int i = 0; i < WARM_UP && good; i++) good = replay(on, graph, events, &ignored_us);
   const int64_t begin_ns = nyb_now_ns(), limit_ns = (int64_t)(settings->seconds * 1e9);
@@ -93,46 +104,55 @@ static int measure_graph(const nyb_bench_settings *settings, const nyb_bench_con
   }
   if (good) nyb_bench_summarize(samples, count, timing);
   free(samples);
-  device_event_destroy(events[0]);
-  device_event_destroy(events[1]);
   return good ? 0 : nyb_device_failed();
 }
 
 int nyb_bench_measure_device(const nyb_bench_settings *settings, const nyb_bench_context *on,
                              const nyb_bench_copies *copies, int64_t most_replays,
                              nyb_bench_call call, void *data, nyb_timing *timing) {
-  int status;
-  const int64_t calls = calls_of_graph(copies);
-  device_graph *graph = capture(on, call, data, calls, &status);
-  if (status == 0) status = measure_graph(settings, on, graph, calls, most_replays, timing);
-  device_graph_destroy(graph);
+  device_event *const events[2] = {device_event_create(), device_event_create()};
+  double call_us = 0;
+  int status = events[0] != NULL && events[1] != NULL
+                   ? run_eagerly(on, call, data, events, &call_us)
+                   : nyb_device_failed();
+  if (status == 0) {
+    const int64_t calls = calls_of_graph(copies, call_us);
+    device_graph *graph = capture(on, call, data, calls, &status);
+    if (status == 0) {
+      status = measure_graph(settings, on, graph, events, calls, most_replays, timing);
+    }
+    device_graph_destroy(graph);
+  }
+  device_event_destroy(events[0]);
+  device_event_destroy(events[1]);
   return status;
 }
 
 /* ---- Ceilings -----------------------------------------------------------------------------------
  */
 
-/* Each thread adds up eight 16-byte loads a turn, which lie a whole grid apart, and stores the sum
- * only where it is a number that it never is: so no load can be left out. */
+/* Each thread adds up eight 16-byte loads a turn, `step` bytes apart, in a block that starts
+ * `stride` bytes behind the one before, and stores the sum only where it is a number that it never
+ * is: so no load can be left out. */
 static const char read_ptx[] =
     ".version 7.4\n"
     ".target sm_80\n"
     ".address_size 64\n"
-    ".visible .entry read_memory(.param .u64 data, .param .u64 turns, .param .u64 sink) {\n"
+    ".visible .entry read_memory(.param .u64 data, .param .u64 turns, .param .u64 sink,\n"
+    "                            .param .u64 step_bytes, .param .u64 stride_bytes) {\n"
     "  .reg .pred more, odd;\n"
-    "  .reg .b32 block, size, thread, blocks, sum, a<8>, b<8>, c<8>, d<8>;\n"
-    "  .reg .b64 at, left, step, offset, to;\n"
+    "  .reg .b32 index, sum, a<8>, b<8>, c<8>, d<8>;\n"
+    "  .reg .b64 at, left, step, block, offset, to;\n"
     "  ld.param.u64 at, [data];\n"
     "  ld.param.u64 left, [turns];\n"
-    "  mov.u32 block, %ctaid.x;\n"
-    "  mov.u32 size, %ntid.x;\n"
-    "  mov.u32 thread, %tid.x;\n"
-    "  mov.u32 blocks, %nctaid.x;\n"
-    "  mad.lo.u32 thread, block, size, thread;\n"
-    "  mul.wide.u32 offset, thread, 16;\n"
+    "  ld.param.u64 step, [step_bytes];\n"
+    "  ld.param.u64 offset, [stride_bytes];\n"
+    "  mov.u32 index, %ctaid.x;\n"
+    "  cvt.u64.u32 block, index;\n"
+    "  mad.lo.u64 at, block, offset, at;\n"
+    "  mov.u32 index, %tid.x;\n"
+    "  mul.wide.u32 offset, index, 16;\n"
     "  add.u64 at, at, offset;\n"
-    "  mul.lo.u32 size, size, blocks;\n"
-    "  mul.wide.u32 step, size, 16;\n"
     "  mov.u32 sum, 0;\n"
     "turn:\n"
 #define LOAD(i)                                                        \
@@ -171,9 +191,16 @@ typedef struct ceiling {
   device_event *events[2];
 } ceiling;
 
-static bool read_once(const ceiling *c, int64_t blocks, int64_t turns, double *time_us) {
+/* in_runs: each block reads one run of memory, else all of them together move through it. */
+static bool read_once(const ceiling *c, int64_t blocks, int64_t turns, bool in_runs,
+                      double *time_us) {
   void *data = c->memory, *sink = c->memory;
-  void *arguments[] = {&data, &turns, &sink};
+  int64_t step = READ_THREADS * 16, stride = turns * READ_BYTES_A_TURN;
+  if (!in_runs) {
+    stride = step;
+    step *= blocks;
+  }
+  void *arguments[] = {&data, &turns, &sink, &step, &stride};
   return device_event_record(c->events[0], NULL) &&
          device_program_launch(c->program, blocks, READ_THREADS, arguments, NULL) &&
          device_event_record(c->events[1], NULL) &&
@@ -195,17 +222,18 @@ static void note_rates(double *samples_us, int64_t bytes, nyb_bandwidth *bandwid
   if (best > bandwidth->best_gb_per_s) bandwidth->best_gb_per_s = best;
 }
 
-/* Of several sizes of the grid the one with the best median. */
+/* Of several sizes of the grid and both orders the one with the best median. */
 static bool measure_reading(const ceiling *c, nyb_bandwidth *read) {
   static const int blocks_per_multiprocessor[] = {2, 4, 8, 16, 32};
-  for (int i = 0; i < 5; i++) {
+  for (int i = 0; i < 10; i++) {
     const int64_t blocks =
-        (int64_t)blocks_per_multiprocessor[i] * device_describe()->multiprocessors;
+        (int64_t)blocks_per_multiprocessor[i / 2] * device_describe()->multiprocessors;
+    const bool in_runs = i % 2 != 0;
     const int64_t turns = c->bytes / (blocks * READ_BYTES_A_TURN);
     double samples_us[PASSES], ignored_us;
-    bool good = turns > 0 && read_once(c, blocks, turns, &ignored_us);
+    bool good = turns > 0 && read_once(c, blocks, turns, in_runs, &ignored_us);
     for (int pass = 0; pass < PASSES && good; pass++) {
-      good = read_once(c, blocks, turns, &samples_us[pass]);
+      good = read_once(c, blocks, turns, in_runs, &samples_us[pass]);
     }
     if (!good) return false;
     note_rates(samples_us, turns * blocks * READ_BYTES_A_TURN, read);
