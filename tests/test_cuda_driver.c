@@ -831,7 +831,7 @@ static void test_launches(void **state) {
 int main(void) {
   unsetenv("NYBBLE_ISA");
   unsetenv("NYBBLE_THREADS");
-  setenv("NYBBLE_CACHE_DIR", "off", 1); /* files are test_cuda_cache.c's */
+  setenv("NYBBLE_CACHE_DIR", "off", 1); /* files are test_cuda_disk_cache.c's */
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_unsupported),   cmocka_unit_test(test_contexts),
       cmocka_unit_test(test_cuda_contexts), cmocka_unit_test(test_pointers),
