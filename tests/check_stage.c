@@ -196,6 +196,12 @@ static bool download(void) {
   return true;
 }
 
+/* The tests of these functions bring a context of the CPU and a driver whose memory is the host's.
+ */
+static device_stream stream_for(const nyb_context *context) {
+  return nyb_context_backend(context) == NYB_BACKEND_CUDA ? stage.stream : NULL;
+}
+
 /* The call's own status comes first; a fault on the device shows when it is waited for. */
 static nyb_status finish(nyb_status status) {
   if (!download() && status == NYB_OK) return NYB_ERROR_DEVICE;
@@ -243,7 +249,7 @@ static nyb_status quantize(nyb_context *context, const nyb_quantize *host, nyb_s
   call.output.scales = translate(call.output.scales);
   call.output.biases = translate(call.output.biases);
   call.non_finite = translate(call.non_finite);
-  return finish(nyb_quantize_run(context, &call, stage.stream));
+  return finish(nyb_quantize_run(context, &call, stream_for(context)));
 }
 
 static nyb_status dequantize(nyb_context *context, const nyb_dequantize *host, nyb_stream stream) {
@@ -255,7 +261,7 @@ static nyb_status dequantize(nyb_context *context, const nyb_dequantize *host, n
   if (!upload()) return NYB_ERROR_DEVICE;
   call.input = translate_stored(call.input);
   call.output.data = translate(call.output.data);
-  return finish(nyb_dequantize_run(context, &call, stage.stream));
+  return finish(nyb_dequantize_run(context, &call, stream_for(context)));
 }
 
 static nyb_status geglu(nyb_context *context, const nyb_geglu *host, nyb_stream stream) {
@@ -269,7 +275,7 @@ static nyb_status geglu(nyb_context *context, const nyb_geglu *host, nyb_stream 
   call.gate = translate(call.gate);
   call.up = translate(call.up);
   call.out = translate(call.out);
-  return finish(nyb_geglu_run(context, &call, stage.stream));
+  return finish(nyb_geglu_run(context, &call, stream_for(context)));
 }
 
 /* The workspace gets its poison and its guard on the device: what the host's holds is not needed
@@ -322,8 +328,8 @@ static nyb_status attention(nyb_context *context, const nyb_attention *host, voi
   (void)stream;
   staged_attention staged;
   if (!check_stage_attention(host, workspace, workspace_bytes, &staged)) return NYB_ERROR_DEVICE;
-  return finish(
-      nyb_attention_run(context, &staged.call, staged.workspace, workspace_bytes, stage.stream));
+  return finish(nyb_attention_run(context, &staged.call, staged.workspace, workspace_bytes,
+                                  stream_for(context)));
 }
 
 const check_library check_staged = {
