@@ -38,7 +38,8 @@ constexpr int N_TILES = COLUMNS / 8;
 #define STAGES NYB_DECODE_STAGES
 #endif
 #ifndef MIN_BLOCKS
-#define MIN_BLOCKS NYB_DECODE_MIN_BLOCKS(KEY_DIM, VALUE_DIM, COLUMNS)
+#define MIN_BLOCKS \
+  NYB_DECODE_MIN_BLOCKS(KEY_DIM, VALUE_DIM, KEY_GROUPS, VALUE_GROUPS, COLUMNS)
 #endif
 constexpr int TILE = TILE_TOKENS, HALVES = TILE / 16;
 // A lane's rows of the products, lane/4 and lane/4 + 8 of each half, are neighbouring tokens.
@@ -60,9 +61,10 @@ constexpr int STAGE_BYTES = VALUE_BIASES_AT + VALUE_SCALE_BYTES;
 // Behind the rings: what the warps hand each other at the end of a block of tokens.
 constexpr int EXCHANGE_ROW = VALUE_DIM + 4; // floats; the 4 keep rows on different banks
 constexpr int STATISTICS_AT = round_up(WARPS * STAGES * STAGE_BYTES + 16, 16);
-// The query rows as the products' N side, the same for all warps.
+// The query rows as the products' N side, for each warp.
+constexpr int QUERY_BYTES = NYB_DECODE_QUERY_BYTES(KEY_DIM, COLUMNS);
 constexpr int QUERIES_AT = STATISTICS_AT + 2 * WARPS * COLUMNS * 4;
-constexpr int EXCHANGE_AT = QUERIES_AT + NYB_DECODE_QUERY_BYTES(KEY_DIM, COLUMNS);
+constexpr int EXCHANGE_AT = QUERIES_AT + WARPS * QUERY_BYTES;
 // Then a row of each warp's, and of each subtree that waits.
 constexpr int WAITING_AT = EXCHANGE_AT + WARPS * ROWS * EXCHANGE_ROW * 4;
 static_assert(WAITING_AT + NYB_DECODE_LEVELS * ROWS * EXCHANGE_ROW * 4 ==
@@ -633,13 +635,18 @@ constexpr int WORDS = PACKED && QUERY_RUN % 8 == 0 ? 4 : 1; // of a load
         return value;
       };
       // The row is brought to below 2^15, by a power of two, so that f16 holds it.
-      float largest = 0;
+      float largest = 0, poison = 0; // 0, or NaN where an element is not finite
 #pragma unroll
-      for (int i = 0; i < KEY_DIM / 4; i++) largest = fmaxf(largest, fabsf(element(i)));
+      for (int i = 0; i < KEY_DIM / 4; i++) {
+        largest = fmaxf(largest, fabsf(element(i)));
+        poison = fmaf(element(i), 0.0f, poison);
+      }
+      poison += __shfl_xor_sync(~0u, poison, 1);
+      poison += __shfl_xor_sync(~0u, poison, 2);
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
       const int exponent = largest > 0 ? max(exponent_of(largest), -100) : 0;
-      const float shrink = power_of_two(14 - exponent);
+      const float shrink = power_of_two(14 - exponent) + poison;
       float sums[KEY_GROUPS];
 #pragma unroll
       for (int g = 0; g < KEY_GROUPS; g++) sums[g] = 0;
@@ -652,7 +659,6 @@ constexpr int WORDS = PACKED && QUERY_RUN % 8 == 0 ? 4 : 1; // of a load
           sums[step * 16 / KEY_GROUP] += value;
           slots[slot] = value * power_of_two(-key_position(step, slot));
         }
-        // Every warp writes the same.
         asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(
                          fragment_address(queries, step, n) + step % 2 * 8),
                      "r"(pack_f16(slots[0], slots[1])), "r"(pack_f16(slots[2], slots[3]))
@@ -705,17 +711,17 @@ struct Addresses {
   }
 };
 
-// Sums are in units of 2^base, for each column: base is the maximum plus value_exponent - 14, so that
-// weights times V's scales fill the range of f16. The maximum is a bound on the scores so far, with
-// room above so that it seldom has to be raised.
+// Sums are in units of 2^maximum, for each column: a bound on the scores so far, with room above so
+// that it seldom has to be raised. Weights times V's scales are brought into the range of f16 by a
+// power of two for each group, which follows the largest finite scale.
 constexpr float HEADROOM = 2; // log2 units
 constexpr int VALUE_HEADROOM = 1;
 constexpr int NO_VALUES = -120; // below every exponent
 struct Leaf {
-  float out[SUMS][N_TILES][4];           // times 2^(24 - position)
+  float out[SUMS][N_TILES][4];           // times 2^(value_exponent + 10 - position)
   float bias[VALUE_GROUPS][2 * N_TILES]; // this lane's part of the sum of weight * bias
-  float maximum[2 * N_TILES], base[2 * N_TILES], sum[2 * N_TILES];
-  int value_exponent; // of the largest scale of V so far
+  float maximum[2 * N_TILES], sum[2 * N_TILES];
+  int value_exponent[VALUE_GROUPS]; // of the largest scale of V so far, with room above
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -729,11 +735,12 @@ struct Leaf {
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       maximum[j] = -infinity();
-      base[j] = sum[j] = 0;
+      sum[j] = 0;
 #pragma unroll
       for (int g = 0; g < VALUE_GROUPS; g++) bias[g][j] = 0;
     }
-    value_exponent = NO_VALUES;
+#pragma unroll
+    for (int g = 0; g < VALUE_GROUPS; g++) value_exponent[g] = NO_VALUES;
   }
 
   // scores[h][n]: rows lane/4 and lane/4 + 8 of half h, columns 2*(lane%4) and the next.
@@ -811,18 +818,27 @@ struct Leaf {
     }
   }
 
-  // Moves maxima (whole log2 units) and the exponent of V's scales up, where this tile needs it.
-  __device__ __forceinline__ void raise(const float *highest, float largest_scale) {
-    bool higher = largest_scale >= power_of_two(value_exponent + 1);
+  // Moves maxima (whole log2 units) and the exponents of V's scales up, where this tile needs it.
+  __device__ __forceinline__ void raise(const float *highest, const float *largest_scale) {
+    bool higher = false;
+#pragma unroll
+    for (int g = 0; g < VALUE_GROUPS; g++)
+      higher = higher || largest_scale[g] >= power_of_two(value_exponent[g] + 1);
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) higher = higher || highest[j] > maximum[j];
     if (!__any_sync(~0u, higher)) return;
-    int exponent = max(exponent_of(largest_scale), -100);
+    const bool first = value_exponent[0] == NO_VALUES; // nothing to rescale
+    float value_factor[VALUE_GROUPS];
 #pragma unroll
-    for (int distance = 4; distance < 32; distance *= 2)
-      exponent = max(exponent, __shfl_xor_sync(~0u, exponent, distance));
-    const bool first = value_exponent == NO_VALUES; // nothing to rescale
-    if (exponent > value_exponent) value_exponent = min(exponent + VALUE_HEADROOM, 110);
+    for (int g = 0; g < VALUE_GROUPS; g++) {
+      int exponent = max(exponent_of(largest_scale[g]), -100);
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2)
+        exponent = max(exponent, __shfl_xor_sync(~0u, exponent, distance));
+      const int before = value_exponent[g];
+      if (exponent > before) value_exponent[g] = exponent + VALUE_HEADROOM;
+      value_factor[g] = rescale_factor(static_cast<float>(before - value_exponent[g]));
+    }
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       float top = highest[j];
@@ -830,19 +846,19 @@ struct Leaf {
       for (int distance = 4; distance < 32; distance *= 2)
         top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
       top = top <= maximum[j] ? maximum[j] : ceilf(top) + HEADROOM;
-      const float new_base =
-          (top == -infinity() ? 0.0f : top) + static_cast<float>(value_exponent - 14);
-      const float factor = maximum[j] == -infinity() ? 0.0f : rescale_factor(base[j] - new_base);
+      const float factor = maximum[j] == top ? 1.0f : rescale_factor(maximum[j] - top);
       maximum[j] = top;
-      base[j] = new_base;
       if (first) continue;
       sum[j] *= factor;
 #pragma unroll
-      for (int g = 0; g < VALUE_GROUPS; g++) bias[g][j] *= factor;
+      for (int g = 0; g < VALUE_GROUPS; g++) {
+        bias[g][j] *= factor;
+        const float out_factor = factor * value_factor[g];
 #pragma unroll
-      for (int i = 0; i < SUMS; i++) {
-        out[i][j / 2][j % 2] *= factor;
-        out[i][j / 2][2 + j % 2] *= factor;
+        for (int i = g * VALUE_GROUP / 16; i < (g + 1) * VALUE_GROUP / 16; i++) {
+          out[i][j / 2][j % 2] *= out_factor;
+          out[i][j / 2][2 + j % 2] *= out_factor;
+        }
       }
     }
   }
@@ -862,12 +878,15 @@ struct Leaf {
     for (int span = 0; span < SPANS; span++) {
       const int group = span * VALUE_SPAN / VALUE_GROUP;
       if (span * VALUE_SPAN % VALUE_GROUP == 0) {
+        const float grow = power_of_two(14 - value_exponent[group]);
+        const float row_scales[2] = {scales.at(half, 0, group) * grow,
+                                     scales.at(half, 1, group) * grow};
 #pragma unroll
         for (int n = 0; n < N_TILES; n++) {
           float scaled[4];
 #pragma unroll
           for (int j = 0; j < 4; j++) {
-            const float scale = scales.at(half, j / 2, group);
+            const float scale = row_scales[j / 2];
             const float value_bias = biases.at(half, j / 2, group);
             float &column_bias = bias[group][2 * n + j % 2];
             if constexpr (MASKED) { // a scale that this row may not see may be NaN
@@ -923,6 +942,51 @@ struct Leaf {
     }
   }
 
+  // A score of -inf would weigh nothing, but is NaN where a key's scale or bias is not finite.
+  static __device__ __forceinline__ bool may_be_minus_infinity(
+      const float (*scores)[N_TILES][4]) {
+    float lowest = scores[0][0][0];
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++) {
+#pragma unroll
+        for (int j = 0; j < 4; j++) lowest = fminf(lowest, scores[h][n][j]);
+      }
+    }
+    return lowest == -infinity();
+  }
+  static __device__ __forceinline__ void poison(float (*scores)[N_TILES][4],
+                                                const KeyScales &scales, const KeyScales &biases) {
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        float nothing = 0; // or NaN
+#pragma unroll
+        for (int g = 0; g < KEY_GROUPS; g++)
+          nothing = fmaf(scales.at(h, i, g), 0.0f, fmaf(biases.at(h, i, g), 0.0f, nothing));
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++) {
+          scores[h][n][2 * i] += nothing;
+          scores[h][n][2 * i + 1] += nothing;
+        }
+      }
+    }
+  }
+  static __device__ __forceinline__ float largest_finite(const ValueScales &scales, int group) {
+    float largest = 0;
+#pragma unroll
+    for (int h = 0; h < HALVES; h++) {
+#pragma unroll
+      for (int i = 0; i < 2; i++) {
+        const float scale = fabsf(scales.at(h, i, group));
+        largest = fmaxf(largest, scale == infinity() ? 0.0f : scale);
+      }
+    }
+    return largest;
+  }
+
   template <bool MASKED>
   __device__ __forceinline__ void add_tile(const Queries &q, uint32 stage, uint32 queries,
                                            int first_token, const Addresses &where) {
@@ -936,6 +1000,7 @@ struct Leaf {
       scales.load(stage + KEY_SCALES_AT);
       biases.load(stage + KEY_BIASES_AT);
       score(scores, q, scales, biases, stage, queries, where);
+      if (MASKED || may_be_minus_infinity(scores)) poison(scores, scales, biases);
 #pragma unroll
       for (int h = 0; h < HALVES; h++) {
 #pragma unroll
@@ -957,21 +1022,26 @@ struct Leaf {
     ValueScales scales, biases;
     scales.load(stage + VALUE_SCALES_AT);
     biases.load(stage + VALUE_BIASES_AT);
-    float largest_scale = 0;
+    float largest_scale[VALUE_GROUPS];
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) {
+    for (int g = 0; g < VALUE_GROUPS; g++) {
+      largest_scale[g] = 0;
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
+      for (int h = 0; h < HALVES; h++) {
 #pragma unroll
-        for (int g = 0; g < VALUE_GROUPS; g++)
-          largest_scale = fmaxf(largest_scale, fabsf(scales.at(h, i, g)));
+        for (int i = 0; i < 2; i++)
+          largest_scale[g] = fmaxf(largest_scale[g], fabsf(scales.at(h, i, g)));
       }
+      if (largest_scale[g] == infinity()) largest_scale[g] = largest_finite(scales, g);
     }
     if constexpr (!ROUND_SCORES) {
 #pragma unroll
       for (int j = 0; j < 2 * N_TILES; j++) highest[j] *= q.unit[j];
     }
     raise(highest, largest_scale);
+    float base[2 * N_TILES];
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) base[j] = maximum[j] == -infinity() ? 0.0f : maximum[j];
 #pragma unroll
     for (int h = 0; h < HALVES; h++) {
 #pragma unroll
@@ -1002,7 +1072,6 @@ struct Leaf {
           bias[g][j] += __shfl_xor_sync(~0u, bias[g][j], distance);
       }
     }
-    const float grow = power_of_two(max(value_exponent, -100) - 14);
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       const int column = j / 2 * 8 + 2 * c + j % 2;
@@ -1010,13 +1079,14 @@ struct Leaf {
       if (r == 0) {
         const uint32 at = statistics + (warp * COLUMNS + column) * 4;
         asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(maximum[j]) : "memory");
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(at + WARPS * COLUMNS * 4), "f"(sum[j] * grow)
+        asm volatile("st.shared.f32 [%0], %1;" ::"r"(at + WARPS * COLUMNS * 4), "f"(sum[j])
                      : "memory");
       }
       const uint32 row = exchange + (warp * ROWS + column) * EXCHANGE_ROW * 4;
 #pragma unroll
       for (int span = 0; span < SPANS; span++) {
         const float span_bias = bias[span * VALUE_SPAN / VALUE_GROUP][j];
+        const float unit = power_of_two(max(value_exponent[span * VALUE_SPAN / VALUE_GROUP], -100));
 #pragma unroll
         for (int i = 0; i < SPAN_SUMS; i += 2) {
           float values[4];
@@ -1024,8 +1094,8 @@ struct Leaf {
           for (int k = 0; k < 4; k++) {
             if (i + k / 2 >= SPAN_SUMS) break;
             const float part = out[span * SPAN_SUMS + i + k / 2][j / 2][k % 2 * 2 + j % 2];
-            values[k] =
-                fmaf(part, power_of_two(24 - value_position(2 * i + k)), span_bias) * grow;
+            // In two steps: the product of both powers may leave the range of f32.
+            values[k] = fmaf(part * power_of_two(10 - value_position(2 * i + k)), unit, span_bias);
           }
           const uint32 to = row + (span * VALUE_SPAN + r * VALUE_LANE_DIMS + 2 * i) * 4;
           if (i + 1 < SPAN_SUMS) {
@@ -1217,6 +1287,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
 #pragma unroll
   for (int stage = 0; stage < STAGES - 1; stage++) producer.queue(ring + stage * STAGE_BYTES);
 
+  const uint32 queries = shared_address + QUERIES_AT + warp * QUERY_BYTES;
   Addresses where;
   where.start();
   Queries q;
@@ -1228,7 +1299,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   bool new_pair = true;
   for (uint32 unit = begin; unit < end; unit++) {
     if (new_pair) {
-      q.load(a, at, shared_address + QUERIES_AT);
+      __syncwarp();
+      q.load(a, at, queries);
       __syncwarp();
     }
     leaf.clear();
@@ -1240,9 +1312,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
       producer.queue(ring + (stage == 0 ? STAGES - 1 : stage - 1) * STAGE_BYTES);
       const uint32 here = ring + stage * STAGE_BYTES;
       if (first_token + TILE <= q.visible_to_all) {
-        leaf.add_tile<false>(q, here, shared_address + QUERIES_AT, first_token, where);
+        leaf.add_tile<false>(q, here, queries, first_token, where);
       } else {
-        leaf.add_tile<true>(q, here, shared_address + QUERIES_AT, first_token, where);
+        leaf.add_tile<true>(q, here, queries, first_token, where);
       }
       stage = stage + 1 == STAGES ? 0 : stage + 1;
     }

@@ -18,7 +18,9 @@ __device__ __forceinline__ void store_row(const nyb_decode_arguments &a, int bat
   const int64 query_head = static_cast<int64>(head) * a.heads_per_kv + row / a.query_len;
   const int64 query = row % a.query_len;
   char *out = a.out + batch * a.out_stride[0] + query_head * a.out_stride[1] + query * a.out_stride[2];
-  const bool seen = highest > -infinity() || total.sum != 0; // NaN counts as seen
+  // A row that sees tokens, but scores of -inf only, is 0/0.
+  const int64 length = min(static_cast<int64>(a.lengths[batch]), static_cast<int64>(a.capacity_tokens));
+  const bool seen = (a.causal != 0 ? length - a.query_len + query + 1 : length) > 0;
   const float values[4] = {total.out.x, total.out.y, total.out.z, total.out.w};
 #pragma unroll
   for (int j = 0; j < 4; j++) {

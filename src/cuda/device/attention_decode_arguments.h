@@ -29,7 +29,7 @@
                                 key_scale_bytes, value_scale_bytes, tile, stages, columns, rows)  \
   (NYB_DECODE_RING_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, value_group,        \
                          key_scale_bytes, value_scale_bytes, tile, stages) +                      \
-   2 * 4 * (columns)*4 + NYB_DECODE_QUERY_BYTES(key_dim, columns) +                               \
+   2 * 4 * (columns)*4 + 4 * NYB_DECODE_QUERY_BYTES(key_dim, columns) +                           \
    (4 + NYB_DECODE_LEVELS) * (rows) * ((value_dim) + 4) * 4)
 
 #define NYB_MERGE_THREADS 256
@@ -38,8 +38,11 @@
  * multiprocessor shall hold. */
 #define NYB_DECODE_TILE(key_row, value_row) ((key_row) + (value_row) <= 256 ? 32 : 16)
 #define NYB_DECODE_STAGES 2
-#define NYB_DECODE_MIN_BLOCKS(key_dim, value_dim, columns) \
-  ((key_dim) <= 128 && (value_dim) <= 128 && (columns) == 8 ? 3 : 2)
+#define NYB_DECODE_MIN_BLOCKS(key_dim, value_dim, key_groups, value_groups, columns)     \
+  ((key_dim) <= 128 && (value_dim) <= 128 && (key_groups) <= 2 && (value_groups) <= 2 && \
+           (columns) == 8                                                                \
+       ? 3                                                                               \
+       : 2)
 
 typedef struct nyb_decode_stored {
   const char *codes, *scales, *biases;

@@ -57,17 +57,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       maximum[i] = -infinity();
       sum[i] = 0;
       values[i] = make_float4(0, 0, 0, 0);
-      if (block >= a.capacity_blocks) continue;
-      const bool begin = __float_as_int(begins[block * STATISTICS]) != 0;
-      const float block_maximum = maxima[block * STATISTICS];
-      const float block_sum = maxima[block * STATISTICS + COLUMNS];
-      const float4 block_values =
-          *reinterpret_cast<const float4 *>(partials + block * COLUMNS * VALUE_DIM);
-      // In one trip to memory with the length: what stands beyond it, or within a subtree, is nothing.
-      if (!begin || block >= blocks) continue;
-      maximum[i] = block_maximum;
-      sum[i] = block_sum;
-      values[i] = block_values;
+      if (block >= blocks || __float_as_int(begins[block * STATISTICS]) == 0) continue;
+      maximum[i] = maxima[block * STATISTICS];
+      sum[i] = maxima[block * STATISTICS + COLUMNS];
+      values[i] = *reinterpret_cast<const float4 *>(partials + block * COLUMNS * VALUE_DIM);
     }
   };
   float highest = -infinity();

@@ -102,6 +102,6 @@ __device__ __forceinline__ int exponent_of(float value) {
 // 2^difference, exactly, for whole differences of maxima up to 0; -inf and what is too small is 0,
 // NaN (of two infinite maxima) is 1.
 __device__ __forceinline__ float rescale_factor(float difference) {
-  const int exponent = __float2int_rn(difference);
-  return exponent < -126 ? 0.0f : power_of_two(exponent);
+  if (difference >= -126.0f) return power_of_two(__float2int_rn(difference));
+  return difference < 0.0f ? 0.0f : 1.0f;
 }
