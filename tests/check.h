@@ -3,8 +3,8 @@
  * `nybble verify` and the tests run them.
  *
  * A case that fails is described (kernel, case, index, got, want, tolerance) and counted against
- * the kernel that it ran; a kernel that cannot run here counts as one skip, with the reason; a
- * kernel that no case reached is a failure. */
+ * the kernel that it ran; a kernel that cannot run here counts as one skip, with the reason; one
+ * that was not asked for is left out; a kernel that no case reached is a failure. */
 #ifndef CHECK_H
 #define CHECK_H
 
@@ -34,8 +34,10 @@ typedef struct check_tally {
   int64_t index; /* in the library's table */
   int64_t passed, failed, skipped;
   const char *skip_reason;
-  double worst;     /* the largest error met, as a share of its tolerance */
-  double rms_error; /* attention: relative, on normal data, without roundings */
+  const char *left_out; /* what was asked for instead: another "backend", "operation", "format" or
+                           "ISA"; NULL where it was asked for. It is in no count. */
+  double worst;         /* the largest error met, as a share of its tolerance */
+  double rms_error;     /* attention: relative, on normal data, without roundings */
 } check_tally;
 
 enum { CHECK_KEPT_FAILURES = 120, CHECK_KEPT_OF_A_KERNEL = 12, CHECK_FAILURE_CHARACTERS = 400 };

@@ -487,11 +487,18 @@ static bool may_be_not_finite(const attention_shape *s) {
   return s->poison.place != POISON_NONE || s->overflow.first < s->overflow.end;
 }
 
-/* Less the half unit in the last place that belongs to the output's own rounding. */
+/* Less what belongs to the output's own rounding: half a unit in the last place, of subnormal
+ * numbers too; an infinity stands for all that rounds to it. */
 static double share_of_tolerance(nyb_dtype dtype, double got, double want, double error) {
-  const double unit = dtype == NYB_F32 ? 0x1p-24 : dtype == NYB_F16 ? 0x1p-11 : 0x1p-8;
+  static const struct {
+    double half_unit, least_half_unit, infinite_from;
+  } rounding[] = {[NYB_F32] = {0x1p-24, 0x1p-150, 0x1.ffffffp127},
+                  [NYB_F16] = {0x1p-11, 0x1p-25, 65520},
+                  [NYB_BF16] = {0x1p-8, 0x1p-134, 0x1.ffp127}};
   if (!(error > 0) || !isfinite(want)) return 0;
-  return fmax(fabs(got - want) - unit * fabs(want), 0) / error;
+  if (isinf(got)) got = copysign(fmax(rounding[dtype].infinite_from, fabs(want)), got);
+  const double own = fmax(rounding[dtype].half_unit * fabs(want), rounding[dtype].least_half_unit);
+  return fmax(fabs(got - want) - own, 0) / error;
 }
 
 static bool compare_lse(const attention_scene *scene, const scene_expected *e, int64_t i,

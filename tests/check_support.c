@@ -54,6 +54,15 @@ static void skip(check_tally *tally, const char *reason) {
   tally->skip_reason = reason;
 }
 
+static const char *why_left_out(const check_run *run, const nyb_kernel *kernel) {
+  const check_options *asked = &run->options;
+  const bool cuda = kernel->isa == NYB_ISA_CUDA;
+  if (cuda != (asked->backend == NYB_BACKEND_CUDA)) return "backend";
+  if (asked->isa != NYB_ISA_AUTO && asked->isa != kernel->isa) return "ISA";
+  if (!operation_asked(run, kernel->operation)) return "operation";
+  return format_asked(run, kernel) ? NULL : "format";
+}
+
 static bool make_tallies(check_run *run) {
   const int64_t kernels = nyb_kernel_count();
   run->tallies = calloc((size_t)(kernels + PATH_COUNT), sizeof *run->tallies);
@@ -74,21 +83,16 @@ static bool make_tallies(check_run *run) {
       tally->kernel.struct_size = sizeof tally->kernel;
       if (nyb_kernel_at(NULL, i, &tally->kernel) != NYB_OK) return false;
     }
-    const nyb_isa isa = run->options.isa;
-    const bool cuda = tally->kernel.isa == NYB_ISA_CUDA;
-    if (cuda != (run->options.backend == NYB_BACKEND_CUDA)) {
-      skip(tally, "another backend was asked for");
-    } else if (!operation_asked(run, tally->kernel.operation)) {
-      skip(tally, "another operation was asked for");
-    } else if (!format_asked(run, &tally->kernel)) {
-      skip(tally, "another format was asked for");
-    } else if (!tally->kernel.runs_here) {
+    tally->left_out = why_left_out(run, &tally->kernel);
+    if (tally->left_out == NULL && !tally->kernel.runs_here) {
       skip(tally, tally->kernel.reason[0] != '\0' ? tally->kernel.reason : "not in this build");
-    } else if (isa != NYB_ISA_AUTO && isa != tally->kernel.isa) {
-      skip(tally, "another ISA was asked for");
     }
   }
   return true;
+}
+
+static bool is_checked(const check_tally *tally) {
+  return tally->left_out == NULL && tally->skipped == 0;
 }
 
 check_tally *check_find(check_run *run, const char *operation, const char *format, nyb_isa isa) {
@@ -96,7 +100,7 @@ check_tally *check_find(check_run *run, const char *operation, const char *forma
     check_tally *tally = &run->tallies[i];
     if (tally->kernel.isa == isa && strcmp(tally->kernel.operation, operation) == 0 &&
         strcmp(tally->kernel.format, format) == 0) {
-      return tally->skipped != 0 || run->contexts[isa] == NULL ? NULL : tally;
+      return is_checked(tally) && run->contexts[isa] != NULL ? tally : NULL;
     }
   }
   return NULL;
@@ -106,7 +110,7 @@ check_tally *check_find_name(check_run *run, const char *name) {
   for (int64_t i = 0; i < run->tally_count; i++) {
     check_tally *tally = &run->tallies[i];
     if (strcmp(tally->kernel.name, name) == 0) {
-      return tally->skipped != 0 || run->contexts[tally->kernel.isa] == NULL ? NULL : tally;
+      return is_checked(tally) && run->contexts[tally->kernel.isa] != NULL ? tally : NULL;
     }
   }
   return NULL;
@@ -135,7 +139,7 @@ void check_fail_cuda(check_run *run, const char *operation, const char *format, 
   for (int64_t i = run->tally_count - 1; i >= 0; i--) {
     check_tally *other = &run->tallies[i];
     const bool begins = strncmp(other->kernel.operation, operation, strlen(operation)) == 0;
-    if (other->kernel.isa == NYB_ISA_CUDA && other->skipped == 0 && begins) tally = other;
+    if (other->kernel.isa == NYB_ISA_CUDA && is_checked(other) && begins) tally = other;
   }
   if (tally == NULL) return; /* then nothing was asked for */
   va_list arguments;
@@ -210,7 +214,7 @@ static void make_contexts(check_run *run) {
     check_tally *first = NULL;
     for (int64_t i = 0; i < run->tally_count && first == NULL; i++) {
       check_tally *tally = &run->tallies[i];
-      if (tally->kernel.isa == isa && tally->skipped == 0) first = tally;
+      if (tally->kernel.isa == isa && is_checked(tally)) first = tally;
     }
     if (first == NULL) continue;
     const nyb_context_options options = {.struct_size = sizeof options,
@@ -230,7 +234,7 @@ static void make_contexts(check_run *run) {
 static void add_up(check_run *run) {
   for (int64_t i = 0; i < run->tally_count; i++) {
     check_tally *tally = &run->tallies[i];
-    const bool unreached = tally->passed + tally->failed + tally->skipped == 0;
+    const bool unreached = is_checked(tally) && tally->passed + tally->failed == 0;
     if (unreached && run->options.sanitizer) {
       skip(tally, "the small set for a sanitizer does without it");
     } else if (unreached) {

@@ -574,6 +574,22 @@ def test_bench_overhead() -> None:
     assert all(r["median_ns"] > 0 for r in report["results"])
 
 
+def test_verify_leaves_out_what_was_not_asked_for() -> None:
+    asked = ("verify", "--quick", "--isa", "scalar", "--operation", "attention")
+    lines = good(*asked).splitlines()
+    kernels = [line.split()[0] for line in lines[1:-2]]
+    assert kernels and all(re.match(r"attention_(\w+_scalar|compat)$", name) for name in kernels)
+    assert re.match(r"not asked for: \d+ kernels of another backend, \d+ kernels of ", lines[-2])
+    assert re.match(r"\d+ passed, 0 failed, 0 skipped$", lines[-1])
+    report = good_json(*asked)
+    assert (report["failed"], report["skipped"]) == (0, 0)
+    checked = [kernel for kernel in report["kernels"] if "left_out" not in kernel]
+    assert sorted(kernel["name"] for kernel in checked) == sorted(kernels)
+    assert {kernel.get("left_out") for kernel in report["kernels"]} == {None, "ISA", "operation"}
+    for kernel in checked:  # within the tolerance, and no NaN or infinity (null in JSON)
+        assert 0 <= kernel["worst_error_of_tolerance"] <= 1
+
+
 def test_bench_table() -> None:
     text = good("bench", "attention", "--shape", "1,2,1,64,64", "--bits", "4", *QUICK)
     lines = text.splitlines()

@@ -115,17 +115,28 @@ static void show_progress(void *user_data, const char *operation, int64_t done, 
   if (done == total) fprintf(stderr, "\r\033[K");
 }
 
-/* Whole tables of skips for a backend that nobody asked for tell nothing. */
-static bool of_other_backend(const check_run *run, const check_tally *tally) {
-  const bool cuda = tally->kernel.isa == NYB_ISA_CUDA;
-  return cuda != (run->options.backend == NYB_BACKEND_CUDA);
+/* How many kernels were not asked for, and why, in a line; none where all were. */
+static void print_left_out(const check_run *run) {
+  static const char *const reasons[] = {"backend", "ISA", "operation", "format"};
+  const char *words = "not asked for: ";
+  for (size_t r = 0; r < sizeof reasons / sizeof reasons[0]; r++) {
+    int64_t count = 0;
+    for (int64_t i = 0; i < run->tally_count; i++) {
+      const char *left_out = run->tallies[i].left_out;
+      if (left_out != NULL && strcmp(left_out, reasons[r]) == 0) count++;
+    }
+    if (count == 0) continue;
+    printf("%s%lld kernels of another %s", words, (long long)count, reasons[r]);
+    words = ", ";
+  }
+  if (words[0] == ',') putchar('\n');
 }
 
 static void print_text(const check_run *run) {
   printf("%-36s %8s %8s %8s  %s\n", "kernel", "passed", "failed", "skipped", "error/tolerance");
   for (int64_t i = 0; i < run->tally_count; i++) {
     const check_tally *tally = &run->tallies[i];
-    if (of_other_backend(run, tally)) continue;
+    if (tally->left_out != NULL) continue;
     printf("%-36s %8lld %8lld %8lld  ", tally->kernel.name, (long long)tally->passed,
            (long long)tally->failed, (long long)tally->skipped);
     if (tally->skipped != 0) {
@@ -144,6 +155,7 @@ static void print_text(const check_run *run) {
   if (run->failed > run->failures_kept) {
     printf("... and %lld more\n", (long long)(run->failed - run->failures_kept));
   }
+  print_left_out(run);
   printf("%lld passed, %lld failed, %lld skipped\n", (long long)run->passed, (long long)run->failed,
          (long long)run->skipped);
 }
@@ -158,6 +170,7 @@ static void add_kernel(cJSON *kernels, const check_tally *tally) {
   cJSON_AddNumberToObject(entry, "failed", (double)tally->failed);
   cJSON_AddNumberToObject(entry, "skipped", (double)tally->skipped);
   if (tally->skipped != 0) cJSON_AddStringToObject(entry, "reason", tally->skip_reason);
+  if (tally->left_out != NULL) cJSON_AddStringToObject(entry, "left_out", tally->left_out);
   cJSON_AddNumberToObject(entry, "worst_error_of_tolerance", tally->worst);
   cJSON_AddNumberToObject(entry, "relative_rms_error", tally->rms_error);
   cJSON_AddItemToArray(kernels, entry);
@@ -173,7 +186,9 @@ static void print_json(const check_run *run) {
   cJSON_AddBoolToObject(report, "quick", run->options.quick);
   cJSON *kernels = cJSON_AddArrayToObject(report, "kernels");
   for (int64_t i = 0; i < run->tally_count; i++) {
-    if (!of_other_backend(run, &run->tallies[i])) add_kernel(kernels, &run->tallies[i]);
+    const check_tally *tally = &run->tallies[i];
+    const bool other_backend = tally->left_out != NULL && strcmp(tally->left_out, "backend") == 0;
+    if (!other_backend) add_kernel(kernels, tally);
   }
   cJSON *failures = cJSON_AddArrayToObject(report, "failures");
   for (int64_t i = 0; i < run->failures_kept; i++) {
@@ -195,7 +210,8 @@ int nyb_command_verify(int argc, char **argv) {
       .doc =
           "Checks every kernel that can run here against a double-precision oracle, over "
           "adversarial inputs.\vA kernel that cannot run here is counted as skipped, with the "
-          "reason. The exit code is 1 where a check failed or nothing could be checked.",
+          "reason; one that was not asked for is left out of the table and the counts. The exit "
+          "code is 1 where a check failed or nothing could be checked.",
   };
   arguments args = {.on_terminal = isatty(STDERR_FILENO) != 0};
   args.options.progress = show_progress;
