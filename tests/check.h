@@ -40,7 +40,7 @@ typedef struct check_tally {
   double rms_error;     /* attention: relative, on normal data, without roundings */
 } check_tally;
 
-enum { CHECK_KEPT_FAILURES = 120, CHECK_KEPT_OF_A_KERNEL = 12, CHECK_FAILURE_CHARACTERS = 400 };
+enum { CHECK_KEPT_FAILURES = 120, CHECK_KEPT_OF_A_KERNEL = 40, CHECK_FAILURE_CHARACTERS = 400 };
 
 typedef void (*check_progress)(void *user_data, const char *operation, int64_t done, int64_t total);
 
