@@ -35,6 +35,8 @@ enum {
   ERROR_LAUNCH_FAILED = 719
 };
 
+#define DEVICE_BYTES ((size_t)1 << 34)
+
 enum { MAX_CALLS = 64 };
 static struct {
   const char *name;
@@ -155,7 +157,7 @@ DEFINE(cuDeviceGetName, (char *name, int bytes, nyb_cu_device device)) {
 DEFINE(cuDeviceTotalMem_v2, (size_t * bytes, nyb_cu_device device)) {
   ENTER("cuDeviceTotalMem");
   IF_GOOD result = is_device(device) ? NYB_CU_SUCCESS : ERROR_INVALID_DEVICE;
-  IF_GOOD *bytes = (size_t)1 << 34;
+  IF_GOOD *bytes = DEVICE_BYTES;
   LEAVE();
 }
 
@@ -426,7 +428,8 @@ static allocation *allocation_of(nyb_cu_address address) {
 
 static nyb_cu_result allocate(void **memory, size_t bytes, nyb_cu_context context) {
   if (bytes == 0) return ERROR_INVALID_VALUE;
-  if (control.memory_bytes != 0 && (size_t)control.live_bytes + bytes > control.memory_bytes) {
+  const size_t limit = control.memory_bytes != 0 ? control.memory_bytes : DEVICE_BYTES;
+  if (bytes > limit || (size_t)control.live_bytes > limit - bytes) {
     return NYB_CU_ERROR_OUT_OF_MEMORY;
   }
   allocation *a = malloc(sizeof *a);
@@ -486,7 +489,7 @@ DEFINE(cuMemGetInfo_v2, (size_t * free_bytes, size_t *total)) {
   ENTER("cuMemGetInfo");
   IF_GOOD result = current_state();
   IF_GOOD {
-    *total = control.memory_bytes != 0 ? control.memory_bytes : (size_t)1 << 34;
+    *total = control.memory_bytes != 0 ? control.memory_bytes : DEVICE_BYTES;
     *free_bytes = *total - (size_t)control.live_bytes;
   }
   LEAVE();

@@ -22,7 +22,7 @@ typedef struct fake_cuda_control {
   int compute_capability[FAKE_CUDA_MAX_DEVICES];
   bool reads_host_memory;
   bool reuses_contexts; /* cuCtxCreate gives the address of a destroyed context again */
-  size_t memory_bytes;  /* that cuMemAlloc may give out in all; 0: no limit */
+  size_t memory_bytes;  /* that cuMemAlloc may give out in all; 0: 16 GiB */
   int blocks_per_multiprocessor;
 
   /* The call of that name ("cuMemAlloc", without _v2) fails with this result: from the
