@@ -37,6 +37,8 @@ SHOWN_LINES = 60
 # Whether the checks can fail does not depend on the build: the release build alone asks, since
 # under sanitizers and the emulator it takes minutes.
 CHECKS_OF_CHECKS = "test_checks_can_fail"
+# Without the tests that take seconds in the release build and many minutes elsewhere.
+QUICK = {"NYBBLE_TESTS_QUICK": "1"}
 
 CLOSING_LINE = re.compile(r"^(\d+) passed, (\d+) failed(?:, (\d+) skipped)?$", re.MULTILINE)
 CMOCKA_LINE = re.compile(r"^\[\s+(PASSED|FAILED|SKIPPED)\s+\] (\d+) test", re.MULTILINE)
@@ -200,13 +202,13 @@ def run_release(suite: Suite, options: Options) -> None:
 
 def run_asan(suite: Suite, options: Options) -> None:
     build(suite, options, "asan")
-    ctest(suite, options, "asan", "--exclude-regex", CHECKS_OF_CHECKS)
+    ctest(suite, options, "asan", "--exclude-regex", CHECKS_OF_CHECKS, **QUICK)
 
 
 def run_tsan(suite: Suite, options: Options) -> None:
     build(suite, options, "tsan")
     # The tests of files have no threads, but limits on time.
-    ctest(suite, options, "tsan", "--exclude-regex", f"safetensors|{CHECKS_OF_CHECKS}")
+    ctest(suite, options, "tsan", "--exclude-regex", f"safetensors|{CHECKS_OF_CHECKS}", **QUICK)
 
 
 def run_fuzz(suite: Suite, options: Options) -> None:
@@ -234,7 +236,7 @@ def run_neon(suite: Suite, options: Options) -> None:
         build(suite, options, "neon", "-DNYBBLE_BUILD_COMMAND=ON")
         # The suite verify runs the checks under the emulator too; files do not depend on the ISA.
         without = f"{CHECKS_OF_CHECKS}|test_checks|test_safetensors_unmapped"
-        ctest(suite, options, "neon", "--exclude-regex", without)
+        ctest(suite, options, "neon", "--exclude-regex", without, **QUICK)
     else:
         suite.skip("the cmocka tests", "no arm64 packages from this machine's package sources")
         build(suite, options, "neon", "-DNYBBLE_BUILD_TESTS=OFF", "-DNYBBLE_BUILD_COMMAND=OFF")
