@@ -178,12 +178,12 @@ double oracle_dequantize(nyb_dtype dtype, double scale, double bias, uint32_t co
 static const double cubic_factor = 0.044715;
 static const double inner_factor = 0.7978845608028654; /* sqrt(2 / pi) */
 
-/* Each step is an f32 operation whose result is rounded to the dtype. */
+/* Each step is an f32 operation, the cube two, whose result is rounded to the dtype. */
 double oracle_geglu(nyb_dtype dtype, double gate, double up) {
 #define STEP(value) oracle_round_f32_then(dtype, value)
   const double k = STEP(cubic_factor);
   const double c = STEP(inner_factor);
-  const double cube = STEP(gate * gate * gate);
+  const double cube = STEP(oracle_round(NYB_F32, gate * gate) * gate);
   const double scaled_cube = STEP(k * cube);
   const double sum = STEP(gate + scaled_cube);
   const double argument = STEP(c * sum);

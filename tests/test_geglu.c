@@ -4,10 +4,8 @@
 #define _GNU_SOURCE /* MAP_ANONYMOUS, MAP_NORESERVE */
 #include <fenv.h>
 #include <math.h>
-#include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
-#include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -20,84 +18,16 @@
 
 #include "../src/cpu/geglu_f32.h"
 #include "../src/kernels.h"
-#include "nybble.h"
+#include "check.h"
+#include "oracle.h"
 
-/* ---- The oracle: double precision, sharing nothing with src/ ------------------------------- */
+static double f32(double value) { return oracle_round(NYB_F32, value); }
 
-typedef struct float_kind {
-  int precision;                         /* significant bits, the hidden one included */
-  int least_exponent, greatest_exponent; /* of normal numbers */
-  uint16_t nan;                          /* the one that GeGLU gives */
-} float_kind;
+static double gelu(nyb_dtype dtype, double x) { return oracle_geglu(dtype, x, 1); }
 
-static float_kind kind_of(nyb_dtype dtype) {
-  switch (dtype) {
-    case NYB_F16: return (float_kind){11, -14, 15, 0x7e00};
-    case NYB_BF16: return (float_kind){8, -126, 127, 0x7fc0};
-    case NYB_F32: break;
-  }
-  return (float_kind){24, -126, 127, 0};
-}
-
-/* T of docs/numerics.md: nearest-even (the default mode of nearbyint), overflow to infinity. */
-static double round_to(nyb_dtype dtype, double value) {
-  const float_kind kind = kind_of(dtype);
-  if (value == 0 || !isfinite(value)) return value;
-  int exponent = ilogb(value);
-  if (exponent < kind.least_exponent) exponent = kind.least_exponent;
-  const int step = exponent - (kind.precision - 1);
-  const double rounded = ldexp(nearbyint(ldexp(value, -step)), step);
-  return fabs(rounded) >= ldexp(1, kind.greatest_exponent + 1) ? copysign(INFINITY, value)
-                                                               : rounded;
-}
-
-/* The result of f32 arithmetic, before it is rounded to the dtype. */
-static double f32(double value) { return round_to(NYB_F32, value); }
-
-static double decode(nyb_dtype dtype, uint16_t bits) {
-  const float_kind kind = kind_of(dtype);
-  const int fraction_bits = kind.precision - 1;
-  const int fraction = bits & ((1 << fraction_bits) - 1);
-  const int exponent = (bits & 0x7fff) >> fraction_bits;
-  const double sign = bits & 0x8000 ? -1 : 1;
-  if (exponent == kind.greatest_exponent * 2 + 1) return fraction ? NAN : sign * INFINITY;
-  if (exponent == 0) return sign * ldexp(fraction, kind.least_exponent - fraction_bits);
-  return sign *
-         ldexp(fraction + (1 << fraction_bits), exponent - 1 + kind.least_exponent - fraction_bits);
-}
-
-/* Of a value that the dtype can hold, or a NaN. */
+/* Of a number that the dtype holds, or a NaN. */
 static uint16_t encode(nyb_dtype dtype, double value) {
-  const float_kind kind = kind_of(dtype);
-  const int fraction_bits = kind.precision - 1;
-  const unsigned sign = signbit(value) ? 0x8000 : 0;
-  if (isnan(value)) return kind.nan;
-  const unsigned infinity = (unsigned)(kind.greatest_exponent * 2 + 1) << fraction_bits;
-  if (isinf(value)) return (uint16_t)(sign | infinity);
-  if (value == 0) return (uint16_t)sign;
-  const int exponent = ilogb(value);
-  if (exponent < kind.least_exponent) {
-    return (uint16_t)(sign | (unsigned)ldexp(fabs(value), fraction_bits - kind.least_exponent));
-  }
-  const unsigned digits = (unsigned)ldexp(fabs(value), fraction_bits - exponent);
-  return (uint16_t)(sign + ((unsigned)(exponent - kind.least_exponent) << fraction_bits) + digits);
-}
-
-/* g of docs/numerics.md, section 4, step by step. */
-static double oracle_gelu(nyb_dtype dtype, double x) {
-  const double k = round_to(dtype, f32(0.044715)), c = round_to(dtype, f32(0.7978845608));
-  const double x3 = round_to(dtype, f32(f32(x * x) * x));
-  const double a = round_to(dtype, f32(k * x3));
-  const double i = round_to(dtype, f32(x + a));
-  const double z = round_to(dtype, f32(c * i));
-  const double t = round_to(dtype, tanh(z));
-  const double u = round_to(dtype, f32(1 + t));
-  const double h = round_to(dtype, f32(0.5 * x));
-  return round_to(dtype, f32(h * u));
-}
-
-static double oracle(nyb_dtype dtype, double gate, double up) {
-  return round_to(dtype, f32(oracle_gelu(dtype, gate) * up));
+  return (uint16_t)oracle_encode(dtype, value);
 }
 
 /* ---- Contexts and calls -------------------------------------------------------------------- */
@@ -148,8 +78,8 @@ static void fill_random(nyb_dtype dtype, void *data, int64_t count) {
     if (dtype == NYB_F32) {
       ((float *)data)[i] = (float)value;
     } else {
-      ((uint16_t *)data)[i] =
-          random_bits() % 4 == 0 ? (uint16_t)random_bits() : encode(dtype, round_to(dtype, value));
+      ((uint16_t *)data)[i] = random_bits() % 4 == 0 ? (uint16_t)random_bits()
+                                                     : encode(dtype, oracle_round(dtype, value));
     }
   }
 }
@@ -161,7 +91,7 @@ enum { GATES = 65536 };
 static uint16_t ups_of(nyb_dtype dtype, int index) {
   static const double values[] = {1, -1, 0.0, -0.0, 0.3, -1.7, 1e-3, 60000, 1e-7, INFINITY, NAN};
   enum { COUNT = sizeof values / sizeof *values };
-  if (index < COUNT) return encode(dtype, round_to(dtype, values[index]));
+  if (index < COUNT) return encode(dtype, oracle_round(dtype, values[index]));
   return 0;
 }
 
@@ -169,7 +99,8 @@ static void check_every_gate(nyb_dtype dtype, const uint16_t *up) {
   static uint16_t gate[GATES], expected[GATES], out[GATES];
   for (int i = 0; i < GATES; i++) {
     gate[i] = (uint16_t)i;
-    expected[i] = encode(dtype, oracle(dtype, decode(dtype, gate[i]), decode(dtype, up[i])));
+    expected[i] = encode(
+        dtype, oracle_geglu(dtype, oracle_decode(dtype, gate[i]), oracle_decode(dtype, up[i])));
   }
   for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
     nyb_context *context = context_for(isa, 1);
@@ -211,19 +142,20 @@ static void the_contract_has_the_properties_documented(void **state) {
   foreach (const nyb_dtype, dtype, dtypes) {
     if (*dtype == NYB_F32) continue;
     for (int i = 0; i < GATES; i++) {
-      const double x = decode(*dtype, (uint16_t)i);
-      const double g = oracle_gelu(*dtype, x);
+      const double x = oracle_decode(*dtype, (uint16_t)i);
+      const double g = gelu(*dtype, x);
       assert_int_equal(isnan(g), isnan(x) || x == -INFINITY);
       if (isfinite(x)) assert_true(isfinite(g));
       if (x <= -13.25 && isfinite(x)) assert_true(g == 0 && signbit(g));
       if (x >= 13.25) assert_true(g == x);
       if (isnan(x)) continue;
-      assert_true(round_to(*dtype, f32(pow(x, 3))) == round_to(*dtype, f32(f32(x * x) * x)));
+      assert_true(oracle_round(*dtype, f32(pow(x, 3))) ==
+                  oracle_round(*dtype, f32(f32(x * x) * x)));
       const double z = x; /* every value is some z */
-      assert_true(round_to(*dtype, (double)tanhf((float)z)) == round_to(*dtype, tanh(z)));
+      assert_true(oracle_round(*dtype, (double)tanhf((float)z)) == oracle_round(*dtype, tanh(z)));
     }
   }
-  assert_int_equal(encode(NYB_BF16, oracle_gelu(NYB_BF16, -3)), 0xbbc0); /* -0.00586 */
+  assert_int_equal(encode(NYB_BF16, gelu(NYB_BF16, -3)), 0xbbc0); /* -0.00586 */
 }
 
 /* ---- f32 ----------------------------------------------------------------------------------- */
@@ -273,7 +205,7 @@ static void f32_stays_within_its_bound(void **state) {
       memset(out, 0xff, COUNT * sizeof *out);
       run(context, &geglu);
       for (int i = 0; i < COUNT; i++) {
-        const double expected = oracle(NYB_F32, gate[i], up[i]);
+        const double expected = oracle_geglu(NYB_F32, gate[i], up[i]);
         const double error = fabs(out[i] - expected);
         if (error <= f32_bound(gate[i], up[i]) || (double)out[i] == expected) continue;
         fail_msg("isa %s path %d: gate %a up %a gives %a, the contract %a", nyb_isa_name(isa),
@@ -301,10 +233,6 @@ static float f32_of(nyb_context *context, nyb_path path, float gate) {
   return out;
 }
 
-static double gelu_tanh(double x) {
-  return 0.5 * x * (1 + tanh(sqrt(2 / acos(-1)) * (x + 0.044715 * x * x * x)));
-}
-
 /* Field cases 59 (the tanh form, not the exact one), 60 (no overflow) and 62 (no f16 table). */
 static void f32_field_cases(void **state) {
   (void)state;
@@ -313,12 +241,12 @@ static void f32_field_cases(void **state) {
     if (context == NULL) continue;
     foreach (const nyb_path, path, paths) {
       for (double x = 0.1; x <= 5; x += 0.0007) {
-        const double expected = gelu_tanh((double)(float)x);
+        const double expected = oracle_geglu_exact((double)(float)x, 1);
         const double error = fabs((double)f32_of(context, *path, (float)x) - expected);
         assert_true(error <= 1e-6 * expected);
       }
       const double tail = (double)(-2.70f), y_tail = (double)f32_of(context, *path, -2.70f);
-      assert_true(fabs(y_tail - gelu_tanh(tail)) <= f32_bound(tail, 1));
+      assert_true(fabs(y_tail - oracle_geglu_exact(tail, 1)) <= f32_bound(tail, 1));
       assert_true(fabs(y_tail - 0.5 * tail * erfc(-tail / sqrt(2))) >= 4.6e-4);
       assert_true(f32_of(context, *path, 1e5f) == 1e5f);
       assert_true(f32_of(context, *path, 65504.0f) == 65504.0f);
@@ -549,30 +477,11 @@ static void backwards(void *user_data, int64_t task_count, nyb_task task, void *
   for (int64_t i = task_count - 1; i >= 0; i--) task(task_data, i);
 }
 
-typedef struct shared_work {
-  nyb_task task;
-  void *task_data;
-  int64_t task_count;
-  _Atomic int64_t next;
-} shared_work;
-
-static void *take_tasks(void *data) {
-  shared_work *work = data;
-  for (int64_t i = work->next++; i < work->task_count; i = work->next++) {
-    work->task(work->task_data, i);
-  }
-  return NULL;
-}
-
 /* Threads of our own, whose every step a thread sanitizer sees. */
 static void with_four_threads(void *user_data, int64_t task_count, nyb_task task, void *task_data) {
+  int64_t threads = 4;
   *(int64_t *)user_data = task_count;
-  shared_work work = {task, task_data, task_count, 0};
-  pthread_t threads[4];
-  foreach (pthread_t, thread, threads) {
-    assert_int_equal(pthread_create(thread, NULL, take_tasks, &work), 0);
-  }
-  foreach (pthread_t, thread, threads) pthread_join(*thread, NULL);
+  check_parallel_for(&threads, task_count, task, task_data);
 }
 
 static void threads_change_no_bit(void **state) {
@@ -726,7 +635,8 @@ static void elements_beyond_2_to_31_are_reached(void **state) {
     memset(out + count - END, 0xa5, END * sizeof *out);
     run(context, &geglu);
     for (int64_t i = 0; i < count; i = i == END - 1 ? count - END : i + 1) {
-      const double y = oracle(NYB_BF16, decode(NYB_BF16, gate[i]), decode(NYB_BF16, up[i]));
+      const double y =
+          oracle_geglu(NYB_BF16, oracle_decode(NYB_BF16, gate[i]), oracle_decode(NYB_BF16, up[i]));
       assert_int_equal(out[i], encode(NYB_BF16, y));
     }
   }
@@ -755,8 +665,9 @@ static void row_offsets_beyond_2_to_31_are_reached(void **state) {
   run(context, &geglu);
   for (int64_t row = 0; row < ROWS; row++) {
     for (int64_t i = 0; i < COLUMNS; i++) {
-      const double x = decode(NYB_BF16, gate[row * pitch + i]);
-      const double y = oracle(NYB_BF16, x, decode(NYB_BF16, up[(ROWS - 1 - row) * pitch + i]));
+      const double x = oracle_decode(NYB_BF16, gate[row * pitch + i]);
+      const double y =
+          oracle_geglu(NYB_BF16, x, oracle_decode(NYB_BF16, up[(ROWS - 1 - row) * pitch + i]));
       assert_int_equal(out[row * pitch + i], encode(NYB_BF16, y));
     }
   }
