@@ -40,7 +40,7 @@ typedef struct check_tally {
   double rms_error;     /* attention: relative, on normal data, without roundings */
 } check_tally;
 
-enum { CHECK_KEPT_FAILURES = 120, CHECK_KEPT_OF_A_KERNEL = 40, CHECK_FAILURE_CHARACTERS = 400 };
+enum { CHECK_KEPT_FAILURES = 120, CHECK_KEPT_OF_A_KIND = 3, CHECK_FAILURE_CHARACTERS = 400 };
 
 typedef void (*check_progress)(void *user_data, const char *operation, int64_t done, int64_t total);
 
@@ -63,7 +63,7 @@ typedef struct check_run {
   check_tally *tallies;
   int64_t tally_count;
   int64_t passed, failed, skipped;                              /* in all, once the run is over */
-  char failures[CHECK_KEPT_FAILURES][CHECK_FAILURE_CHARACTERS]; /* the first of each kernel */
+  char failures[CHECK_KEPT_FAILURES][CHECK_FAILURE_CHARACTERS]; /* the first of each kind */
   int64_t failures_kept;
 } check_run;
 

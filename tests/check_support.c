@@ -118,13 +118,24 @@ check_tally *check_find_name(check_run *run, const char *name) {
 
 void check_pass(check_tally *tally) { tally->passed++; }
 
+/* How many kept failures say the same up to their case's details, which stand in parentheses. */
+static int64_t kept_of_kind(const check_run *run, const char *text) {
+  const size_t length = strcspn(text, "(");
+  int64_t count = 0;
+  for (int64_t i = 0; i < run->failures_kept; i++) {
+    count += strncmp(run->failures[i], text, length) == 0;
+  }
+  return count;
+}
+
 static void note_failure(check_run *run, check_tally *tally, const char *format,
                          va_list arguments) {
   tally->failed++;
-  if (run->failures_kept == CHECK_KEPT_FAILURES || tally->failed > CHECK_KEPT_OF_A_KERNEL) return;
-  char *text = run->failures[run->failures_kept++];
+  if (run->failures_kept == CHECK_KEPT_FAILURES) return;
+  char *text = run->failures[run->failures_kept];
   const int used = snprintf(text, CHECK_FAILURE_CHARACTERS, "%s: ", tally->kernel.name);
   vsnprintf(text + used, CHECK_FAILURE_CHARACTERS - (size_t)used, format, arguments);
+  if (kept_of_kind(run, text) < CHECK_KEPT_OF_A_KIND) run->failures_kept++;
 }
 
 void check_fail(check_run *run, check_tally *tally, const char *format, ...) {
