@@ -86,7 +86,7 @@ def verify_section(work: Path) -> tuple[list[str], Json, bool]:
                 f"`{name}`",
                 str(kernel["passed"]),
                 str(kernel["failed"]),
-                f"{error:.2f}" if error else "bit for bit",
+                f"{error:.2f}" if error else "bit for bit" if kernel["passed"] else "-",
                 f"{rms:.1e}" if rms else "",
             ]
         )
