@@ -11,6 +11,7 @@
 /* The fused path's kernels, the preferred ones first. The last takes whatever its dims allow. */
 static const nyb_cuda_attention_kernel *const fused_kernels[] = {
     &nyb_cuda_attention_decode,
+    &nyb_cuda_attention_prefill,
     &nyb_cuda_attention_general,
 };
 enum { FUSED_KERNELS = sizeof fused_kernels / sizeof fused_kernels[0] };
