@@ -76,7 +76,12 @@ constexpr bool TWO_ROUNDS = Keys::ROUNDS % 2 == 0 && Values::ROUNDS % 2 == 0 &&
 constexpr int STEP_ROUNDS = TWO_ROUNDS ? 2 : 1;
 constexpr int KEY_STEPS = Keys::ROUNDS / STEP_ROUNDS, VALUE_STEPS = Values::ROUNDS / STEP_ROUNDS;
 constexpr int STEPS = KEY_STEPS + VALUE_STEPS;
-constexpr int BUFFERS = STEPS % 4 == 0 ? 4 : STEPS % 3 == 0 ? 3 : STEPS % 2 == 0 ? 2 : STEPS;
+constexpr bool FEW_BUFFERS = KEY_FLOAT == F32 || VALUE_FLOAT == F32 ||  // registers are short
+                             (VALUE_DIM > 192 && (KEY_BITS > 4 || VALUE_BITS > 4));
+constexpr int BUFFERS = STEPS % 4 == 0 && !FEW_BUFFERS ? 4
+                        : STEPS % 3 == 0 && !FEW_BUFFERS ? 3
+                        : STEPS % 2 == 0                 ? 2
+                                                         : 1;
 
 // What a multiplying group's accumulators are: 64 rows by these columns.
 constexpr int SCORES = TOKENS / 2, OUTPUTS = VALUE_DIM / 2;
@@ -320,20 +325,20 @@ __device__ __forceinline__ void unpack_unit(const uint32 (&loaded)[MOST_BITS], f
 // One side of a thread that unpacks.
 template <class SIDE>
 struct Unpacker {
-  Rows rows;        // of the thread's token in the tile that is loaded, from its first block on
-  int first_block;  // 0 or 1
-  uint32 row;       // of the thread's token in a panel, with its swizzle
+  Rows rows;   // of the thread's token in the tile that is loaded, from its first block on
+  uint32 row;  // of the thread's token in a panel, with its swizzle
 
   __device__ __forceinline__ Unpacker(const nyb_prefill_stored &stored, uint32 head,
                                       int32 first_token, int thread) {
-    const int token = thread % TOKENS;
-    first_block = SIDE::BLOCK_STRIDE == 1 ? 0 : thread / TOKENS;
+    const int token = thread % TOKENS, first_block = thread / TOKENS;
     rows = find_rows<SIDE>(stored, head, first_token + token, first_block);
-    row = token * PANEL_ROW_BYTES + ((token & 7) << 4);
+    asm volatile("" : "+l"(rows.codes), "+l"(rows.scales), "+l"(rows.biases));
+    row = token * PANEL_ROW_BYTES + (((first_block * 4) ^ (token & 7)) << 4);
   }
 
-  __device__ __forceinline__ bool has_block(int round) const {
-    return SIDE::BLOCKS % SIDE::BLOCK_STRIDE == 0 || round + 1 < SIDE::ROUNDS || first_block == 0;
+  static __device__ __forceinline__ bool has_block(int round) {
+    return SIDE::BLOCKS % SIDE::BLOCK_STRIDE == 0 || round + 1 < SIDE::ROUNDS ||
+           threadIdx.x % GROUP_THREADS < TOKENS;
   }
 
   // A token that is not there is all zeros.
@@ -395,7 +400,7 @@ struct Unpacker {
       if (has_block(round))
         unpack_unit<SIDE>(loaded.words[i], scale[i], bias[i],
                           tile + (block >> 1) * SIDE::PANEL_BYTES + row,
-                          ((block & 1) + first_block) * 4);
+                          (block & 1) * 4);
     }
     return any;
   }
@@ -406,29 +411,28 @@ __device__ __forceinline__ void unpack_tiles(const nyb_prefill_arguments &argume
   const Work work = load_work(shared);
   Unpacker<Keys> keys(arguments.k, shared + KEY_HEAD, work.first_token, thread);
   Unpacker<Values> values(arguments.v, shared + VALUE_HEAD, work.first_token, thread);
-  // Tokens from the tile's first on; and from this thread's, which is there while that is positive.
-  int count = work.end_token - work.first_token;
-  const int token = thread % TOKENS;
+  const int32 end = work.end_token;
+  int32 token = work.first_token + thread % TOKENS;  // of the tile that is unpacked
+  const int tiles = (max(end - work.first_token, 0) + TOKENS - 1) / TOKENS;
   Loaded buffers[BUFFERS];
 #pragma unroll
   for (int step = 0; step < BUFFERS; step++) {
     if (step < KEY_STEPS)
-      keys.load(step, count > token, buffers[step]);
+      keys.load(step, token < end, buffers[step]);
     else
-      values.load(step - KEY_STEPS, count > token, buffers[step]);
+      values.load(step - KEY_STEPS, token < end, buffers[step]);
   }
   if (BUFFERS <= KEY_STEPS) move_rows(values.rows, -TOKENS);  // their first load moves on
 #pragma unroll 1
-  for (int tile = 0; count > 0; tile++, count -= TOKENS) {
+  for (int tile = 0; tile < tiles; tile++, token += TOKENS) {
     const int stage = tile & 1;
     const uint32 parity = ((tile >> 1) & 1) ^ 1;
     const uint32 barriers = shared + BARRIERS + 8 * stage;
-    const int later = PREFETCH_TILES * TOKENS + thread;
-    if (thread < TOKENS && later < count) {
-      int32 row = work.end_token - count + later;
-      asm volatile("" : "+r"(row));  // lest its product with each stride is kept in registers
-      prefetch_row<Keys>(find_rows<Keys>(arguments.k, shared + KEY_HEAD, row, 0));
-      prefetch_row<Values>(find_rows<Values>(arguments.v, shared + VALUE_HEAD, row, 0));
+    if (thread < TOKENS && token + PREFETCH_TILES * TOKENS < end) {
+      int32 later = token + PREFETCH_TILES * TOKENS;
+      asm volatile("" : "+r"(later));  // lest its product with each stride is kept in registers
+      prefetch_row<Keys>(find_rows<Keys>(arguments.k, shared + KEY_HEAD, later, 0));
+      prefetch_row<Values>(find_rows<Values>(arguments.v, shared + VALUE_HEAD, later, 0));
     }
     uint32 any = 0;
 #pragma unroll
@@ -444,7 +448,7 @@ __device__ __forceinline__ void unpack_tiles(const nyb_prefill_arguments &argume
                              shared + VALUE_TILES + stage * Values::TILE_BYTES,
                              shared + VALUE_MASKS + stage * (Values::ROUNDS * 16));
       const int next = (step + BUFFERS) % STEPS;
-      const bool there = count - (step + BUFFERS >= STEPS ? TOKENS : 0) > token;
+      const bool there = token + (step + BUFFERS >= STEPS ? TOKENS : 0) < end;
       if (next == 0) move_rows(keys.rows, TOKENS);
       if (next == KEY_STEPS) move_rows(values.rows, TOKENS);
       if (next < KEY_STEPS)
@@ -457,7 +461,6 @@ __device__ __forceinline__ void unpack_tiles(const nyb_prefill_arguments &argume
                            (thread >> 5) * 4,
                        any);
         any = 0;
-        publish_to_matrix_unit();
         barrier_arrive(barriers + 8 * (step < KEY_STEPS ? KEYS_FULL : VALUES_FULL));
       }
     }
@@ -931,6 +934,7 @@ __device__ __forceinline__ void attend_chunk(const nyb_prefill_arguments &argume
   for (int j = 0; j < OUTPUTS; j++) my.output[j] = 0.0f;
   int stage = first & 1;
   barrier_wait(shared + BARRIERS + 8 * (KEYS_FULL + stage), (first >> 1) & 1);
+  show_to_matrix_unit();
   start_scores(my.scores, queries, key_tile(shared, stage));
   products_wait<0>();
   take_scores(arguments, shared, first, stage, group, unmasked_tiles, my, keep);
@@ -940,8 +944,10 @@ __device__ __forceinline__ void attend_chunk(const nyb_prefill_arguments &argume
     const int before = stage;
     stage ^= 1;
     barrier_wait(shared + BARRIERS + 8 * (KEYS_FULL + stage), (tile >> 1) & 1);
+    show_to_matrix_unit();
     start_scores(my.scores, queries, key_tile(shared, stage));
     barrier_wait(shared + BARRIERS + 8 * (VALUES_FULL + before), ((tile - 1) >> 1) & 1);
+    show_to_matrix_unit();
     start_output(my.output, my.weights, value_tile(shared, before));
     products_wait<1>();
     take_scores(arguments, shared, tile, stage, group, unmasked_tiles, my, keep);
@@ -954,6 +960,7 @@ __device__ __forceinline__ void attend_chunk(const nyb_prefill_arguments &argume
     pack_weights(my);
   }
   barrier_wait(shared + BARRIERS + 8 * (VALUES_FULL + stage), ((end - 1) >> 1) & 1);
+  show_to_matrix_unit();
   start_output(my.output, my.weights, value_tile(shared, stage));
   products_wait<0>();
   take_output(arguments, shared, end - 1, stage, my);
@@ -998,7 +1005,7 @@ __device__ __forceinline__ void load_queries(const nyb_prefill_arguments &argume
                                0x1p-126f);
     if ((threadIdx.x & 31) == 0) store_shared(shared + FACTORS + row * 4, __float_as_uint(factor));
   }
-  publish_to_matrix_unit();
+  show_to_matrix_unit();
   asm volatile("bar.sync %0, 128;" ::"r"(1 + group) : "memory");
 }
 

@@ -38,8 +38,10 @@ __device__ __forceinline__ void barrier_wait(uint32 barrier, uint32 parity) {
       : "memory");
 }
 
-// What this thread stored to shared memory becomes visible to the matrix unit.
-__device__ __forceinline__ void publish_to_matrix_unit() {
+// What this thread has stored to shared memory, and what others stored before it waited for their
+// barrier, becomes visible to the products that it starts. It also waits for the thread's own loads,
+// so that a thread with many on their way had better leave it to those that multiply.
+__device__ __forceinline__ void show_to_matrix_unit() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
