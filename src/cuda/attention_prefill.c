@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The tuned kernel for many query rows over an affine cache, on Hopper (device/attention_prefill.cu).
+/* The tuned kernel for many query rows over an affine cache, on Hopper
+ * (device/attention_prefill.cu).
  */
 #include "attention.h"
 #include "device/attention_prefill_arguments.h"
@@ -78,8 +79,8 @@ static bool suits(const nyb_attention_call *call, const nyb_cuda_properties *pro
   const cut c = cut_of(call);
   return c.rows >= MIN_ROWS && c.rows <= INT32_MAX - NYB_PREFILL_ROWS &&
          a->capacity_tokens <= INT32_MAX - NYB_PREFILL_CHUNK_TOKENS &&
-         fits_int32(c.tiles * (is_split(&c, properties) ? c.chunks : 1)) &&
-         strides_fit(a, &a->k) && strides_fit(a, &a->v);
+         fits_int32(c.tiles * (is_split(&c, properties) ? c.chunks : 1)) && strides_fit(a, &a->k) &&
+         strides_fit(a, &a->v);
 }
 
 static int64_t workspace_bytes(const nyb_attention_call *call,
@@ -88,8 +89,8 @@ static int64_t workspace_bytes(const nyb_attention_call *call,
   if (c.rows < MIN_ROWS || c.chunks <= 1) return 0;
   /* Of the largest call of both kinds: more tokens may forbid what fewer allow. */
   const int64_t few = (int64_t)properties->multiprocessors * 3 / 4;
-  const int64_t split = smaller(smaller(c.tiles, few) * c.chunks * c.partial_bytes,
-                                max_partial_bytes);
+  const int64_t split =
+      smaller(smaller(c.tiles, few) * c.chunks * c.partial_bytes, max_partial_bytes);
   const int64_t whole = whole_blocks(&c, properties) * c.partial_bytes;
   return whole > split ? whole : split;
 }

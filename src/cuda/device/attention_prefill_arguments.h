@@ -17,12 +17,10 @@
 #define NYB_PREFILL_TOKENS(key_dim, value_dim) ((key_dim) <= 128 && (value_dim) <= 128 ? 128 : 64)
 #define NYB_PREFILL_PANEL_ROW_BYTES(dim) (((dim) + 63) / 64 * 128)
 #define NYB_PREFILL_SMALL_BYTES 1024
-#define NYB_PREFILL_SHARED_BYTES(key_dim, value_dim)                     \
-  (NYB_PREFILL_PANEL_ROW_BYTES(key_dim) * NYB_PREFILL_ROWS +             \
-   2 *                                                                   \
-       (NYB_PREFILL_PANEL_ROW_BYTES(key_dim) +                           \
-        NYB_PREFILL_PANEL_ROW_BYTES(value_dim)) *                        \
-       NYB_PREFILL_TOKENS(key_dim, value_dim) +                          \
+#define NYB_PREFILL_SHARED_BYTES(key_dim, value_dim)                                     \
+  (NYB_PREFILL_PANEL_ROW_BYTES(key_dim) * NYB_PREFILL_ROWS +                             \
+   2 * (NYB_PREFILL_PANEL_ROW_BYTES(key_dim) + NYB_PREFILL_PANEL_ROW_BYTES(value_dim)) * \
+       NYB_PREFILL_TOKENS(key_dim, value_dim) +                                          \
    NYB_PREFILL_SMALL_BYTES)
 
 typedef struct nyb_prefill_stored {
@@ -43,8 +41,8 @@ typedef struct nyb_prefill_arguments {
   long long q_stride[3], out_stride[3], lse_stride[3];
   long long capacity_tokens;
   int query_len, batch, kv_heads, heads_per_kv; /* query_len * heads_per_kv < 2^31 - 128 */
-  int row_tiles; /* of one KV head of one sequence */
-  int chunks;    /* split: blocks of a row tile, one for each chunk of the capacity; else 1 */
+  int row_tiles;                                /* of one KV head of one sequence */
+  int chunks; /* split: blocks of a row tile, one for each chunk of the capacity; else 1 */
   int causal;
   float scale;
   int padding;
