@@ -43,10 +43,13 @@ bool check_wants_format(const check_run *run, const char *format) {
   return run->options.format == NULL || strcmp(run->options.format, format) == 0;
 }
 
-/* The softmax serves every format. */
+/* The softmax and attention's path serve every format, GeGLU's path the plain ones. */
 static bool format_asked(const check_run *run, const nyb_kernel *kernel) {
-  return check_wants_format(run, kernel->format) || kernel->format[0] == '\0' ||
-         strcmp(kernel->operation, "attention_softmax") == 0;
+  if (check_wants_format(run, kernel->format)) return true;
+  if (strcmp(kernel->operation, "geglu_compat") == 0) {
+    return strncmp(run->options.format, "plain", strlen("plain")) == 0;
+  }
+  return kernel->format[0] == '\0' || strcmp(kernel->operation, "attention_softmax") == 0;
 }
 
 static void skip(check_tally *tally, const char *reason) {
