@@ -182,14 +182,19 @@ const char *nyb_rounding_name(nyb_rounding rounding) {
 
 const char *nyb_rule_name(nyb_rule rule) { return find_word(rule_words, (int)rule); }
 
+static const word isa_words[] = {{"auto", NYB_ISA_AUTO}, {"scalar", NYB_ISA_SCALAR},
+                                 {"avx2", NYB_ISA_AVX2}, {"avx512", NYB_ISA_AVX512},
+                                 {"neon", NYB_ISA_NEON}, {NULL, 0}};
+
+nyb_isa nyb_parse_isa(const struct argp_state *state, const char *option, const char *text) {
+  return (nyb_isa)parse_word(state, option, text, isa_words + 1);
+}
+
 void nyb_parse_isas(const struct argp_state *state, const char *option, const char *text,
                     nyb_integer_list *list) {
-  static const word words[] = {{"auto", NYB_ISA_AUTO}, {"scalar", NYB_ISA_SCALAR},
-                               {"avx2", NYB_ISA_AVX2}, {"avx512", NYB_ISA_AVX512},
-                               {"neon", NYB_ISA_NEON}, {NULL, 0}};
   char item[64];
   for (const char *rest = text; next_item(state, option, &rest, item, sizeof item) != NULL;) {
-    const int isa = parse_word(state, option, item, words);
+    const int isa = parse_word(state, option, item, isa_words);
     list->items[take_place(state, option, &list->count)] = isa;
   }
 }

@@ -56,7 +56,8 @@ nyb_path nyb_parse_path(const struct argp_state *state, const char *option, cons
 nyb_rounding nyb_parse_rounding(const struct argp_state *state, const char *option,
                                 const char *text);
 nyb_rule nyb_parse_rule(const struct argp_state *state, const char *option, const char *text);
-/* "scalar,avx2": appends. */
+nyb_isa nyb_parse_isa(const struct argp_state *state, const char *option, const char *text);
+/* "scalar,auto": appends. */
 void nyb_parse_isas(const struct argp_state *state, const char *option, const char *text,
                     nyb_integer_list *list);
 

@@ -3,20 +3,18 @@
 #include <argp.h>
 #include <cjson/cJSON.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
-#include <unistd.h>
 
 #include "check.h"
 #include "check_device.h"
 #include "commands.h"
 #include "options.h"
+#include "progress.h"
 #include "support.h"
 
 typedef struct arguments {
   check_options options;
   bool json;
-  bool on_terminal;
 } arguments;
 
 /* ---- Options ------------------------------------------------------------------------------ */
@@ -47,12 +45,6 @@ static const struct argp_option option_list[] = {
     {0},
 };
 
-static nyb_isa isa_by_name(const char *name) {
-  nyb_isa isa = NYB_ISA_NEON;
-  while (isa > NYB_ISA_AUTO && strcmp(nyb_isa_name(isa), name) != 0) isa--;
-  return isa;
-}
-
 static bool is_format(const char *name) {
   for (int64_t i = 0; i < nyb_kernel_count(); i++) {
     nyb_kernel kernel = NYB_KERNEL_INIT;
@@ -67,12 +59,7 @@ static error_t parse_option(int key, char *value, struct argp_state *state) {
   switch (key) {
     case OPTION_QUICK: args->options.quick = true; break;
     case OPTION_JSON: args->json = true; break;
-    case OPTION_ISA:
-      args->options.isa = isa_by_name(value);
-      if (args->options.isa == NYB_ISA_AUTO) {
-        argp_error(state, "--isa %s: it must be scalar, avx2, avx512 or neon", value);
-      }
-      break;
+    case OPTION_ISA: args->options.isa = nyb_parse_isa(state, "--isa", value); break;
     case OPTION_BACKEND:
       args->options.backend = nyb_parse_backend(state, "--backend", value);
       break;
@@ -109,10 +96,8 @@ static error_t parse_option(int key, char *value, struct argp_state *state) {
 /* ---- Progress and reports ----------------------------------------------------------------- */
 
 static void show_progress(void *user_data, const char *operation, int64_t done, int64_t total) {
-  const arguments *args = user_data;
-  if (!args->on_terminal) return;
-  fprintf(stderr, "\r\033[K%s: %lld of %lld", operation, (long long)done, (long long)total);
-  if (done == total) fprintf(stderr, "\r\033[K");
+  (void)user_data;
+  nyb_progress_show("%s: %lld of %lld", operation, (long long)done, (long long)total);
 }
 
 /* How many kernels were not asked for, and why, in a line; none where all were. */
@@ -133,6 +118,7 @@ static void print_left_out(const check_run *run) {
 }
 
 static void print_text(const check_run *run) {
+  nyb_progress_clear();
   printf("%-36s %8s %8s %8s  %s\n", "kernel", "passed", "failed", "skipped", "error/tolerance");
   for (int64_t i = 0; i < run->tally_count; i++) {
     const check_tally *tally = &run->tallies[i];
@@ -171,8 +157,8 @@ static void add_kernel(cJSON *kernels, const check_tally *tally) {
   cJSON_AddNumberToObject(entry, "skipped", (double)tally->skipped);
   if (tally->skipped != 0) cJSON_AddStringToObject(entry, "reason", tally->skip_reason);
   if (tally->left_out != NULL) cJSON_AddStringToObject(entry, "left_out", tally->left_out);
-  cJSON_AddNumberToObject(entry, "worst_error_of_tolerance", tally->worst);
-  cJSON_AddNumberToObject(entry, "relative_rms_error", tally->rms_error);
+  nyb_json_add_number(entry, "worst_error_of_tolerance", tally->worst);
+  nyb_json_add_number(entry, "relative_rms_error", tally->rms_error);
   cJSON_AddItemToArray(kernels, entry);
 }
 
@@ -197,10 +183,7 @@ static void print_json(const check_run *run) {
   cJSON_AddNumberToObject(report, "passed", (double)run->passed);
   cJSON_AddNumberToObject(report, "failed", (double)run->failed);
   cJSON_AddNumberToObject(report, "skipped", (double)run->skipped);
-  char *text = cJSON_Print(report);
-  puts(text != NULL ? text : "{}");
-  cJSON_free(text);
-  cJSON_Delete(report);
+  nyb_json_print(report);
 }
 
 int nyb_command_verify(int argc, char **argv) {
@@ -213,11 +196,8 @@ int nyb_command_verify(int argc, char **argv) {
           "reason; one that was not asked for is left out of the table and the counts. The exit "
           "code is 1 where a check failed or nothing could be checked.",
   };
-  arguments args = {.on_terminal = isatty(STDERR_FILENO) != 0};
-  args.options.progress = show_progress;
-  args.options.progress_data = &args;
-  argp_err_exit_status = 2;
-  if (argp_parse(&parser, argc, argv, 0, NULL, &args) != 0) return 2;
+  arguments args = {.options = {.progress = show_progress}};
+  argp_parse(&parser, argc, argv, 0, NULL, &args);
   check_run *run = check_all(&args.options);
   if (run == NULL) {
     return nyb_command_failed("%s", check_error()[0] != '\0' ? check_error() : "out of memory");
