@@ -4,6 +4,7 @@
 #include "../kernels.h"
 #include "geglu_f32.h"
 #include "geglu_tables.h"
+#include "round_bf16.h"
 
 enum {
   LANES = 16,            /* 16-bit elements of a vector */
@@ -28,14 +29,6 @@ static inline __m256i gather_lower(const nyb_gelu_table *table, __m256i index) {
   return _mm256_i32gather_epi32((const void *)table->of_gate, index, 2);
 }
 
-/* Adds what makes cutting off the lower half round to nearest even. A NaN stays one: its payload,
- * handed on from a bf16, has only zeros there. */
-static inline __m256i round_upper(__m256 value) {
-  const __m256i bits = _mm256_castps_si256(value);
-  const __m256i last = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  return _mm256_add_epi32(_mm256_add_epi32(bits, _mm256_set1_epi32(0x7fff)), last);
-}
-
 static inline __m256i geglu_bf16(__m256i gate, __m256i up) {
   const __m256i g_even =
       _mm256_and_si256(gather_upper(&nyb_gelu_bf16, even_elements(gate)), high_halves());
@@ -43,8 +36,8 @@ static inline __m256i geglu_bf16(__m256i gate, __m256i up) {
       _mm256_and_si256(gather_upper(&nyb_gelu_bf16, odd_elements(gate)), high_halves());
   const __m256 up_even = _mm256_castsi256_ps(_mm256_slli_epi32(up, 16));
   const __m256 up_odd = _mm256_castsi256_ps(_mm256_and_si256(up, high_halves()));
-  const __m256i even = round_upper(_mm256_mul_ps(_mm256_castsi256_ps(g_even), up_even));
-  const __m256i odd = round_upper(_mm256_mul_ps(_mm256_castsi256_ps(g_odd), up_odd));
+  const __m256i even = nyb_round_bf16_avx2(_mm256_mul_ps(_mm256_castsi256_ps(g_even), up_even));
+  const __m256i odd = nyb_round_bf16_avx2(_mm256_mul_ps(_mm256_castsi256_ps(g_odd), up_odd));
   return _mm256_blend_epi16(_mm256_srli_epi32(even, 16), odd, 0xaa);
 }
 

@@ -4,6 +4,7 @@
 #include "../kernels.h"
 #include "geglu_f32.h"
 #include "geglu_tables.h"
+#include "round_bf16.h"
 
 enum {
   LANES = 32,            /* 16-bit elements of a vector, which is a cache line */
@@ -32,14 +33,6 @@ static inline __m512i settle_nan(__m512i y, int infinity, int nan) {
   return _mm512_mask_blend_epi16(is_nan, y, _mm512_set1_epi16((short)nan));
 }
 
-/* Adds what makes cutting off the lower half round to nearest even. A NaN stays one: its payload,
- * handed on from a bf16, has only zeros there. */
-static inline __m512i round_upper(__m512 value) {
-  const __m512i bits = _mm512_castps_si512(value);
-  const __m512i last = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  return _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), last);
-}
-
 static inline __m512i geglu_bf16(__m512i gate, __m512i up) {
   const __m512i g_even =
       _mm512_and_si512(gather_upper(&nyb_gelu_bf16, even_elements(gate)), high_halves());
@@ -47,8 +40,8 @@ static inline __m512i geglu_bf16(__m512i gate, __m512i up) {
       _mm512_and_si512(gather_upper(&nyb_gelu_bf16, odd_elements(gate)), high_halves());
   const __m512 up_even = _mm512_castsi512_ps(_mm512_slli_epi32(up, 16));
   const __m512 up_odd = _mm512_castsi512_ps(_mm512_and_si512(up, high_halves()));
-  const __m512i even = round_upper(_mm512_mul_ps(_mm512_castsi512_ps(g_even), up_even));
-  const __m512i odd = round_upper(_mm512_mul_ps(_mm512_castsi512_ps(g_odd), up_odd));
+  const __m512i even = nyb_round_bf16_avx512(_mm512_mul_ps(_mm512_castsi512_ps(g_even), up_even));
+  const __m512i odd = nyb_round_bf16_avx512(_mm512_mul_ps(_mm512_castsi512_ps(g_odd), up_odd));
   const __m512i y = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(even, 16), odd);
   return settle_nan(y, 0x7f80, NYB_GEGLU_NAN_BF16);
 }

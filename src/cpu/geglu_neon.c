@@ -4,6 +4,7 @@
 #include "../kernels.h"
 #include "geglu_f32.h"
 #include "geglu_tables.h"
+#include "round_bf16.h"
 
 enum { LANES = 8 };
 
@@ -18,9 +19,7 @@ static inline float32x4_t widen_bf16(uint16x4_t v) {
 
 /* Nearest even. A NaN stays one: its payload, handed on from a bf16, ends in zeros. */
 static inline uint16x4_t narrow_bf16(float32x4_t value) {
-  const uint32x4_t bits = vreinterpretq_u32_f32(value);
-  const uint32x4_t last = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
-  return vshrn_n_u32(vaddq_u32(vaddq_u32(bits, vdupq_n_u32(0x7fff)), last), 16);
+  return vshrn_n_u32(nyb_round_bf16_neon(value), 16);
 }
 
 static inline uint16x8_t product_bf16(uint16x8_t g, uint16x8_t up) {

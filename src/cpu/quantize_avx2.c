@@ -6,6 +6,7 @@
 
 #include "codes_x86.h"
 #include "nybble.h"
+#include "round_bf16.h"
 
 #define NYB_ISA_SUFFIX avx2
 
@@ -65,17 +66,10 @@ static inline __m256 widen_bf16(__m128i bits) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
-/* Rounded to the upper half of each element; a NaN does not always stay one. */
-static inline __m256i round_bf16(__m256 value) {
-  const __m256i bits = _mm256_castps_si256(value);
-  const __m256i is_odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  return _mm256_add_epi32(bits, _mm256_add_epi32(is_odd, _mm256_set1_epi32(0x7fff)));
-}
-
 static inline __m256i round_bf16_any(__m256 value) {
   const __m256i quiet = _mm256_or_si256(_mm256_castps_si256(value), _mm256_set1_epi32(0x400000));
   const __m256 is_nan = _mm256_cmp_ps(value, value, _CMP_UNORD_Q);
-  return _mm256_blendv_epi8(round_bf16(value), quiet, _mm256_castps_si256(is_nan));
+  return _mm256_blendv_epi8(nyb_round_bf16_avx2(value), quiet, _mm256_castps_si256(is_nan));
 }
 
 static inline __m256 v_load(const void *data, nyb_dtype dtype, int64_t index) {
@@ -100,7 +94,7 @@ static inline void v_store(void *data, nyb_dtype dtype, int64_t index, __m256 va
     return;
   }
   const __m128i halves = dtype == NYB_F16 ? _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
-                                          : upper_halves(round_bf16(value));
+                                          : upper_halves(nyb_round_bf16_avx2(value));
   _mm_storeu_si128((__m128i *)((uint16_t *)data + index), halves);
 }
 
@@ -117,7 +111,7 @@ static inline __m256 v_round_to(nyb_dtype dtype, __m256 value) {
     case NYB_F16: return _mm256_cvtph_ps(_mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
     case NYB_BF16:
       return _mm256_castsi256_ps(
-          _mm256_and_si256(round_bf16(value), _mm256_set1_epi32((int)0xffff0000u)));
+          _mm256_and_si256(nyb_round_bf16_avx2(value), _mm256_set1_epi32((int)0xffff0000u)));
     case NYB_F32: break;
   }
   return value;

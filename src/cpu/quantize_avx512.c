@@ -7,6 +7,7 @@
 
 #include "codes_x86.h"
 #include "nybble.h"
+#include "round_bf16.h"
 
 #define NYB_ISA_SUFFIX avx512
 
@@ -72,16 +73,9 @@ static inline __m512 widen_bf16(__m256i bits) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
 }
 
-/* Rounded to the upper half of each element; a NaN does not always stay one. */
-static inline __m512i round_bf16(__m512 value) {
-  const __m512i bits = _mm512_castps_si512(value);
-  const __m512i is_odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  return _mm512_add_epi32(bits, _mm512_add_epi32(is_odd, _mm512_set1_epi32(0x7fff)));
-}
-
 static inline __m512i round_bf16_any(__m512 value) {
   const __mmask16 is_nan = _mm512_cmp_ps_mask(value, value, _CMP_UNORD_Q);
-  return _mm512_mask_or_epi32(round_bf16(value), is_nan, _mm512_castps_si512(value),
+  return _mm512_mask_or_epi32(nyb_round_bf16_avx512(value), is_nan, _mm512_castps_si512(value),
                               _mm512_set1_epi32(0x400000));
 }
 
@@ -105,7 +99,7 @@ static inline void v_store(void *data, nyb_dtype dtype, int64_t index, __m512 va
     return;
   }
   const __m256i halves = dtype == NYB_F16 ? _mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT)
-                                          : upper_halves(round_bf16(value));
+                                          : upper_halves(nyb_round_bf16_avx512(value));
   _mm256_storeu_si256((__m256i *)((uint16_t *)data + index), halves);
 }
 
@@ -122,7 +116,7 @@ static inline __m512 v_round_to(nyb_dtype dtype, __m512 value) {
     case NYB_F16: return _mm512_cvtph_ps(_mm512_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
     case NYB_BF16:
       return _mm512_castsi512_ps(
-          _mm512_and_si512(round_bf16(value), _mm512_set1_epi32((int)0xffff0000u)));
+          _mm512_and_si512(nyb_round_bf16_avx512(value), _mm512_set1_epi32((int)0xffff0000u)));
     case NYB_F32: break;
   }
   return value;

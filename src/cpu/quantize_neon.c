@@ -6,6 +6,7 @@
 
 #include "codes_lane.h"
 #include "nybble.h"
+#include "round_bf16.h"
 
 #define NYB_ISA_SUFFIX neon
 
@@ -50,16 +51,9 @@ static inline float32x4_t v_max_of_each(const float32x4_t *v) {
 
 /* ---- f16 and bf16 ------------------------------------------------------------------------- */
 
-/* Rounded to the upper half of each element; a NaN does not always stay one. */
-static inline uint32x4_t round_bf16(float32x4_t value) {
-  const uint32x4_t bits = vreinterpretq_u32_f32(value);
-  const uint32x4_t is_odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
-  return vaddq_u32(bits, vaddq_u32(is_odd, vdupq_n_u32(0x7fff)));
-}
-
 static inline uint32x4_t round_bf16_any(float32x4_t value) {
   const uint32x4_t quiet = vorrq_u32(vreinterpretq_u32_f32(value), vdupq_n_u32(0x400000));
-  return vbslq_u32(vceqq_f32(value, value), round_bf16(value), quiet);
+  return vbslq_u32(vceqq_f32(value, value), nyb_round_bf16_neon(value), quiet);
 }
 
 static inline float32x4_t v_load(const void *data, nyb_dtype dtype, int64_t index) {
@@ -76,7 +70,7 @@ static inline void v_store(void *data, nyb_dtype dtype, int64_t index, float32x4
   uint16_t *halves = (uint16_t *)data + index;
   switch (dtype) {
     case NYB_F16: vst1_u16(halves, vreinterpret_u16_f16(vcvt_f16_f32(value))); return;
-    case NYB_BF16: vst1_u16(halves, vshrn_n_u32(round_bf16(value), 16)); return;
+    case NYB_BF16: vst1_u16(halves, vshrn_n_u32(nyb_round_bf16_neon(value), 16)); return;
     case NYB_F32: break;
   }
   vst1q_f32((float *)data + index, value);
@@ -94,7 +88,7 @@ static inline float32x4_t v_round_to(nyb_dtype dtype, float32x4_t value) {
   switch (dtype) {
     case NYB_F16: return vcvt_f32_f16(vcvt_f16_f32(value));
     case NYB_BF16:
-      return vreinterpretq_f32_u32(vandq_u32(round_bf16(value), vdupq_n_u32(0xffff0000u)));
+      return vreinterpretq_f32_u32(vandq_u32(nyb_round_bf16_neon(value), vdupq_n_u32(0xffff0000u)));
     case NYB_F32: break;
   }
   return value;

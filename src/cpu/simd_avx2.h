@@ -8,6 +8,7 @@
 #include <stdbool.h>
 
 #include "../numeric.h"
+#include "round_bf16.h"
 
 #define NYB_ISA_SUFFIX avx2
 enum { VECTOR_LANES = 8, DOT_ROWS = 4, DOT_VECTORS = 2, SUM_VECTORS = 2 };
@@ -45,9 +46,7 @@ static inline vf vf_from_vi(vi a) { return _mm256_cvtepi32_ps(a); }
 static inline vi vi_from_vf(vf a) { return _mm256_cvtps_epi32(a); }
 
 static inline vf vf_round_bf16(vf a) {
-  const vi bits = _mm256_castps_si256(a);
-  const vi odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  const vi rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const vi rounded = nyb_round_bf16_avx2(a);
   const vf kept = _mm256_castsi256_ps(_mm256_and_si256(rounded, _mm256_set1_epi32(-65536)));
   return _mm256_blendv_ps(kept, a, _mm256_cmp_ps(a, a, _CMP_UNORD_Q));
 }

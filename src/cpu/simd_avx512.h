@@ -8,6 +8,7 @@
 #include <stdbool.h>
 
 #include "../numeric.h"
+#include "round_bf16.h"
 
 #define NYB_ISA_SUFFIX avx512
 enum { VECTOR_LANES = 16, DOT_ROWS = 4, DOT_VECTORS = 4, SUM_VECTORS = 2 };
@@ -32,9 +33,7 @@ static inline vf vf_from_vi(vi a) { return _mm512_cvtepi32_ps(a); }
 static inline vi vi_from_vf(vf a) { return _mm512_cvtps_epi32(a); }
 
 static inline vf vf_round_bf16(vf a) {
-  const vi bits = _mm512_castps_si512(a);
-  const vi odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const vi rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  const vi rounded = nyb_round_bf16_avx512(a);
   const vi kept = _mm512_and_si512(rounded, _mm512_set1_epi32(-65536));
   const __mmask16 nan = _mm512_cmp_ps_mask(a, a, _CMP_UNORD_Q);
   return _mm512_mask_mov_ps(_mm512_castsi512_ps(kept), nan, a);

@@ -8,6 +8,7 @@
 #include <stdbool.h>
 
 #include "../numeric.h"
+#include "round_bf16.h"
 
 #define NYB_ISA_SUFFIX neon
 enum { VECTOR_LANES = 4, DOT_ROWS = 4, DOT_VECTORS = 4, SUM_VECTORS = 4 };
@@ -32,9 +33,7 @@ static inline vf vf_from_vi(vi a) { return vcvtq_f32_s32(a); }
 static inline vi vi_from_vf(vf a) { return vcvtnq_s32_f32(a); }
 
 static inline vf vf_round_bf16(vf a) {
-  const uint32x4_t bits = vreinterpretq_u32_f32(a);
-  const uint32x4_t odd = vandq_u32(vshrq_n_u32(bits, 16), vdupq_n_u32(1));
-  const uint32x4_t rounded = vaddq_u32(bits, vaddq_u32(odd, vdupq_n_u32(0x7fff)));
+  const uint32x4_t rounded = nyb_round_bf16_neon(a);
   const vf kept = vreinterpretq_f32_u32(vandq_u32(rounded, vdupq_n_u32(0xffff0000u)));
   return vbslq_f32(vceqq_f32(a, a), kept, a);
 }
