@@ -83,9 +83,10 @@ void oracle_rows_free(oracle_rows *decoded);
 
 /* How a fused kernel calculates: what its errors are derived from (oracle_attention.c). */
 typedef enum oracle_arithmetic {
-  ORACLE_CPU,         /* integer dots over affine rows */
-  ORACLE_CUDA_F32,    /* f32 throughout */
-  ORACLE_CUDA_WEIGHTS /* tensor cores: queries and weight * scale as f16, sums in f32 */
+  ORACLE_CPU,          /* integer dots over affine rows */
+  ORACLE_CUDA_F32,     /* f32 throughout */
+  ORACLE_CUDA_WEIGHTS, /* tensor cores: queries and weight * scale as f16, sums in f32 */
+  ORACLE_CUDA_TILES    /* tensor cores: queries, keys, values and weights as f16, sums in f32 */
 } oracle_arithmetic;
 
 typedef struct oracle_attention {

@@ -167,6 +167,14 @@ static bool has_f16_weights(const oracle_attention *a) {
   return a->arithmetic == ORACLE_CUDA_WEIGHTS && a->path == NYB_PATH_FUSED;
 }
 
+static bool has_f16_tiles(const oracle_attention *a) {
+  return a->arithmetic == ORACLE_CUDA_TILES && a->path == NYB_PATH_FUSED;
+}
+
+/* A number in f16, with u = 2^-11: keys are held times 2^3 and values times 2^4, each after a scale
+ * and a bias, so that f16's smallest half step, 2^-25, counts three times. */
+static double f16_error(double number) { return fabs(number) * 0x1.01p-11 + 0x1.8p-27; }
+
 /* f32 operations of a score, one after the other at worst: integer dots become floats and take the
  * step, the scale and the bias, two sums for each group (four roundings where there is no FMA);
  * other scores are dim sums, and on the GPU the four for each group. Ten more hold and scale the
@@ -205,7 +213,9 @@ static void find_step_errors(const oracle_attention *a, row_state *row) {
 static void find_f16_errors(const oracle_attention *a, row_state *row) {
   double largest = 0x1p-100;
   for (int64_t d = 0; d < a->keys->dim; d++) largest = fmax(largest, fabs(row->query[d]));
-  for (int64_t d = 0; d < a->keys->dim; d++) row->sum_error[d] += largest * 0x1p-31;
+  /* Brought below 2^15, or to [1, 2). */
+  const double step = largest * (has_f16_tiles(a) ? 0x1p-25 : 0x1p-31);
+  for (int64_t d = 0; d < a->keys->dim; d++) row->sum_error[d] += step;
 }
 
 /* q' = T(q * T(scale)), or q * scale; and the errors of holding it. */
@@ -219,7 +229,7 @@ static void scale_query(const oracle_attention *a, const double *query, row_stat
     row->sum_error[d] = fabs(row->query[d]) * depth * ORACLE_F32_UNIT;
   }
   if (has_integer_dots(a)) find_step_errors(a, row);
-  if (has_f16_weights(a)) find_f16_errors(a, row);
+  if (has_f16_weights(a) || has_f16_tiles(a)) find_f16_errors(a, row);
 }
 
 /* sum of a_d * |b_d| */
@@ -263,6 +273,12 @@ static double exact_score(const oracle_attention *a, const row_state *row, const
   return isfinite(dot_absolute(row->query, key, dim)) ? score : (double)NAN;
 }
 
+static double key_tile_error(const double *query, const double *key, int64_t dim) {
+  double error = 0;
+  for (int64_t d = 0; d < dim; d++) error += fabs(query[d]) * f16_error(key[d]);
+  return error;
+}
+
 static void score_tokens(const oracle_attention *a, row_state *row) {
   const int64_t dim = a->keys->dim;
   row->most = -INFINITY;
@@ -271,6 +287,7 @@ static void score_tokens(const oracle_attention *a, row_state *row) {
     row->score[n] = exact_score(a, row, key);
     row->delta[n] = dot(row->sum_error, magnitude, dim) + 0x1p-126;
     if (has_integer_dots(a)) row->delta[n] += dot_absolute(row->step_error, key, dim);
+    if (has_f16_tiles(a)) row->delta[n] += key_tile_error(row->query, key, dim);
     round_score(a, &row->score[n], &row->delta[n]);
     row->most = fmax(row->most, row->score[n]); /* a NaN is no maximum */
   }
@@ -358,7 +375,7 @@ static void weigh_values(const oracle_attention *a, const row_state *row, oracle
 
 /* exp gives 0 below 2^-126, and sums lose what is below that: this much of the largest value. */
 static double underflow(const oracle_attention *a, int64_t visible) {
-  return (double)visible * (a->arithmetic == ORACLE_CUDA_WEIGHTS ? 0x1p-122 : 0x1p-125) *
+  return (double)visible * (a->arithmetic >= ORACLE_CUDA_WEIGHTS ? 0x1p-122 : 0x1p-125) *
          a->values->largest;
 }
 
@@ -380,6 +397,21 @@ static void add_f16_weight_errors(const oracle_attention *a, const row_state *ro
   for (int64_t n = 0; n < row->visible; n++) {
     for (int64_t d = 0; d < dim; d++) {
       error[d] += row->probability[n] * a->values->scaled[n * dim + d] * 0x1.01p-11 + subnormal;
+    }
+  }
+}
+
+/* Adds the errors of the weights and of the values as f16. */
+static void add_f16_tile_errors(const oracle_attention *a, const row_state *row, double *error) {
+  const int64_t dim = a->values->dim;
+  double largest = 0;
+  for (int64_t n = 0; n < row->visible; n++) largest = fmax(largest, row->probability[n]);
+  const double subnormal = 0x1p-38 * largest * a->values->largest; /* weights reach 2^14 */
+  for (int64_t n = 0; n < row->visible; n++) {
+    const double p = row->probability[n];
+    for (int64_t d = 0; d < dim; d++) {
+      const double value = a->values->value[n * dim + d];
+      error[d] += p * (fabs(value) * 0x1.01p-11 + f16_error(value)) + subnormal;
     }
   }
 }
@@ -449,6 +481,7 @@ static void value_errors_fused(const oracle_attention *a, const row_state *row, 
   }
   if (has_integer_weights(a)) add_weight_errors(a, row, result->out_error);
   if (has_f16_weights(a)) add_f16_weight_errors(a, row, result->out_error);
+  if (has_f16_tiles(a)) add_f16_tile_errors(a, row, result->out_error);
 }
 
 /* Compat: p = T(exp * (1 / sum)), then a sum of products. Each p is a number of its own here: it

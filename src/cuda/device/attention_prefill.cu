@@ -737,6 +737,8 @@ __device__ __forceinline__ void store_rows(const nyb_prefill_arguments &argument
     const Row row = find_row(arguments, work, row_in_tile + 8 * half);
     if (!row.exists) continue;
     const bool empty = state[half].sum == 0.0f;
+    // No token, or none with a score above -inf, which is 0/0.
+    const float nothing = row.visible > 0 ? __int_as_float(0x7fffffff) : 0.0f;
     const float weight = empty ? 0.0f : 1.0f / (1 << Values::SHIFT) / state[half].sum;
     char *out = arguments.out + work.batch * arguments.out_stride[0] +
                 row.head * arguments.out_stride[1] + row.position * arguments.out_stride[2];
@@ -744,7 +746,7 @@ __device__ __forceinline__ void store_rows(const nyb_prefill_arguments &argument
     for (int j = 0; j < OUTPUTS; j++) {
       if (((j >> 1) & 1) != half) continue;
       const int column = 8 * (j >> 2) + element_at_place<VALUE_BITS>(2 * quad + (j & 1));
-      store_float<OUT_FLOAT>(out, column, empty ? 0.0f : output[j] * weight);
+      store_float<OUT_FLOAT>(out, column, empty ? nothing : output[j] * weight);
     }
     if (arguments.lse != nullptr && quad == 0) {
       float *lse = reinterpret_cast<float *>(
