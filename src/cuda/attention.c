@@ -12,7 +12,6 @@
 static const nyb_cuda_attention_kernel *const fused_kernels[] = {
     &nyb_cuda_attention_decode,
     &nyb_cuda_attention_prefill,
-    &nyb_cuda_attention_prefill_wide,
     &nyb_cuda_attention_general,
 };
 enum { FUSED_KERNELS = sizeof fused_kernels / sizeof fused_kernels[0] };
@@ -291,6 +290,15 @@ static nyb_format matrix_format(int index, int side, int64_t dim) {
   return (nyb_format){.scheme = NYB_PLAIN, .dtype = NYB_BF16};
 }
 
+/* What the tuned kernels have been tuned for, where no register may be spilled: heads of 128 in
+ * groups of 64 on Hopper. Other specialisations of them may spill a few. */
+static bool is_tuned_for(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
+  const nyb_attention *a = call->attention;
+  return properties->compute_capability == 90 && a->key_dim == 128 && a->value_dim == 128 &&
+         a->k.format.group_size == 64 && a->v.format.group_size == 64 &&
+         call->heads_per_kv * a->query_len <= 4;
+}
+
 /* What a call launches. Its pointers are NULL and its strides 0: aligned. */
 static void visit_call(const nyb_attention_call *call, const nyb_cuda_properties *properties,
                        nyb_path path, bool untuned_too, nyb_cuda_visit visit, void *data) {
@@ -300,7 +308,8 @@ static void visit_call(const nyb_attention_call *call, const nyb_cuda_properties
   if (!kernel->tuned && !untuned_too) return;
   nyb_cuda_attention_program programs[NYB_CUDA_ATTENTION_MAX_PROGRAMS] = {0};
   const int count = kernel->programs(call, properties, programs);
-  for (int i = 0; i < count; i++) visit(data, &programs[i].spec, kernel->tuned);
+  const bool tuned = kernel->tuned && is_tuned_for(call, properties);
+  for (int i = 0; i < count; i++) visit(data, &programs[i].spec, tuned);
 }
 
 static void visit_pair(int shape_index, int format_index, const nyb_cuda_properties *properties,

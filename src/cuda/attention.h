@@ -47,7 +47,6 @@ typedef struct nyb_cuda_attention_kernel {
 
 extern const nyb_cuda_attention_kernel nyb_cuda_attention_decode;
 extern const nyb_cuda_attention_kernel nyb_cuda_attention_prefill;
-extern const nyb_cuda_attention_kernel nyb_cuda_attention_prefill_wide;
 extern const nyb_cuda_attention_kernel nyb_cuda_attention_general;
 extern const nyb_cuda_attention_kernel nyb_cuda_attention_compat;
 

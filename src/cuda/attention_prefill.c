@@ -5,7 +5,7 @@
 #include "attention.h"
 #include "device/attention_prefill_arguments.h"
 
-enum { MAX_DIM = 256, MAX_TUNED_DIM = 192, MIN_ROWS = 17, THREADS = 384, MERGE_THREADS = 256 };
+enum { MAX_DIM = 256, MIN_ROWS = 17, THREADS = 384, MERGE_THREADS = 256 };
 static const int64_t max_partial_bytes = (int64_t)256 << 20;
 
 /* ---- How a call is cut -------------------------------------------------------------------------
@@ -57,19 +57,11 @@ static int64_t shared_bytes(const nyb_attention *a) {
   return NYB_PREFILL_SHARED_BYTES(a->key_dim, a->value_dim);
 }
 
-static bool supports_any(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
+static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
   const nyb_attention *a = call->attention;
   return properties->compute_capability == 90 && a->k.format.scheme == NYB_AFFINE &&
          a->v.format.scheme == NYB_AFFINE && a->key_dim <= MAX_DIM && a->value_dim <= MAX_DIM &&
          is_16_bit(a->q.dtype) && shared_bytes(a) <= properties->shared_bytes_per_block;
-}
-
-static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
-  return call->attention->value_dim <= MAX_TUNED_DIM && supports_any(call, properties);
-}
-
-static bool supports_wide(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
-  return call->attention->value_dim > MAX_TUNED_DIM && supports_any(call, properties);
 }
 
 static bool fits_int32(int64_t value) { return value >= INT32_MIN && value <= INT32_MAX; }
@@ -213,26 +205,11 @@ static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
   return nyb_cuda_launch(scope, kernels[1], merge_grid, &arguments, stream, true);
 }
 
-#define NYB_REASON \
-  "many query rows over an affine cache: tiles of it are unpacked for 128 rows at once"
-
 const nyb_cuda_attention_kernel nyb_cuda_attention_prefill = {
     .operation = NYB_OPERATION_ATTENTION_PREFILL,
-    .reason = NYB_REASON,
+    .reason = "many query rows over an affine cache: tiles of it are unpacked for 128 rows at once",
     .tuned = true,
     .supports = supports,
-    .suits = suits,
-    .workspace_bytes = workspace_bytes,
-    .programs = programs,
-    .launch = launch,
-};
-
-/* Values wider than 192 leave no register free: a few spill at a chunk's end, outside the loop. */
-const nyb_cuda_attention_kernel nyb_cuda_attention_prefill_wide = {
-    .operation = NYB_OPERATION_ATTENTION_PREFILL,
-    .reason = NYB_REASON,
-    .tuned = false,
-    .supports = supports_wide,
     .suits = suits,
     .workspace_bytes = workspace_bytes,
     .programs = programs,
