@@ -18,7 +18,7 @@ enum { FUSED_KERNELS = sizeof fused_kernels / sizeof fused_kernels[0] };
 
 /* ---- Arguments ------------------------------------------------------------------------------ */
 
-static void set_strides(const int64_t elements[3], int64_t element_bytes, long long bytes[3]) {
+void nyb_cuda_byte_strides(const int64_t elements[3], int64_t element_bytes, long long bytes[3]) {
   for (int axis = 0; axis < 3; axis++) bytes[axis] = elements[axis] * element_bytes;
 }
 
@@ -29,12 +29,12 @@ static int64_t code_bytes_of(const nyb_format *format) {
 static nyb_attention_rows rows_of(const nyb_stored *stored) {
   const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(stored->format.dtype);
   nyb_attention_rows rows = {.codes = stored->codes, .dtype = (int)stored->format.dtype};
-  set_strides(stored->codes_stride, code_bytes_of(&stored->format), rows.codes_stride);
+  nyb_cuda_byte_strides(stored->codes_stride, code_bytes_of(&stored->format), rows.codes_stride);
   if (stored->format.scheme == NYB_PLAIN) return rows;
   rows.scales = stored->scales;
   rows.biases = stored->biases;
-  set_strides(stored->scales_stride, scale_bytes, rows.scales_stride);
-  set_strides(stored->biases_stride, scale_bytes, rows.biases_stride);
+  nyb_cuda_byte_strides(stored->scales_stride, scale_bytes, rows.scales_stride);
+  nyb_cuda_byte_strides(stored->biases_stride, scale_bytes, rows.biases_stride);
   rows.bits = stored->format.bits;
   rows.group_size = stored->format.group_size;
   return rows;
@@ -63,9 +63,10 @@ nyb_attention_arguments nyb_cuda_attention_arguments(const nyb_attention_call *c
       .round_to = (int)round_to,
       .scale = nyb_round_to(round_to, a->scale),
   };
-  set_strides(a->q.stride, (int64_t)nyb_dtype_bytes(a->q.dtype), arguments.q_stride);
-  set_strides(a->out.stride, (int64_t)nyb_dtype_bytes(a->out.dtype), arguments.out_stride);
-  set_strides(a->lse.stride, (int64_t)sizeof(float), arguments.lse_stride);
+  nyb_cuda_byte_strides(a->q.stride, (int64_t)nyb_dtype_bytes(a->q.dtype), arguments.q_stride);
+  nyb_cuda_byte_strides(a->out.stride, (int64_t)nyb_dtype_bytes(a->out.dtype),
+                        arguments.out_stride);
+  nyb_cuda_byte_strides(a->lse.stride, (int64_t)sizeof(float), arguments.lse_stride);
   return arguments;
 }
 

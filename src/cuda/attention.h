@@ -50,6 +50,9 @@ extern const nyb_cuda_attention_kernel nyb_cuda_attention_prefill;
 extern const nyb_cuda_attention_kernel nyb_cuda_attention_general;
 extern const nyb_cuda_attention_kernel nyb_cuda_attention_compat;
 
+/* Strides in elements, as descriptors have them, to the bytes that kernels take. */
+void nyb_cuda_byte_strides(const int64_t elements[3], int64_t element_bytes, long long bytes[3]);
+
 /* The arguments that every attention kernel needs, with strides in bytes; what is left is 0. */
 nyb_attention_arguments nyb_cuda_attention_arguments(const nyb_attention_call *call);
 

@@ -146,17 +146,13 @@ static int programs(const nyb_attention_call *call, const nyb_cuda_properties *p
   return 2;
 }
 
-static void set_strides(const int64_t elements[3], int64_t element_bytes, long long bytes[3]) {
-  for (int axis = 0; axis < 3; axis++) bytes[axis] = elements[axis] * element_bytes;
-}
-
 static nyb_decode_stored arguments_of_stored(const nyb_stored *stored) {
   const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(stored->format.dtype);
   nyb_decode_stored arguments = {
       .codes = stored->codes, .scales = stored->scales, .biases = stored->biases};
-  set_strides(stored->codes_stride, 4, arguments.codes_stride);
-  set_strides(stored->scales_stride, scale_bytes, arguments.scales_stride);
-  set_strides(stored->biases_stride, scale_bytes, arguments.biases_stride);
+  nyb_cuda_byte_strides(stored->codes_stride, 4, arguments.codes_stride);
+  nyb_cuda_byte_strides(stored->scales_stride, scale_bytes, arguments.scales_stride);
+  nyb_cuda_byte_strides(stored->biases_stride, scale_bytes, arguments.biases_stride);
   return arguments;
 }
 
@@ -184,9 +180,9 @@ static nyb_decode_arguments arguments_of(const nyb_attention_call *call, const c
       .merge_groups = 1,
   };
   arguments.partials = arguments.statistics + statistics_floats(c);
-  set_strides(a->q.stride, 2, arguments.q_stride);
-  set_strides(a->out.stride, 2, arguments.out_stride);
-  set_strides(a->lse.stride, (int64_t)sizeof(float), arguments.lse_stride);
+  nyb_cuda_byte_strides(a->q.stride, 2, arguments.q_stride);
+  nyb_cuda_byte_strides(a->out.stride, 2, arguments.out_stride);
+  nyb_cuda_byte_strides(a->lse.stride, (int64_t)sizeof(float), arguments.lse_stride);
   while (arguments.merge_groups < 32 &&
          arguments.merge_groups * (1 << NYB_DECODE_LEVELS) < c->blocks) {
     arguments.merge_groups *= 2;
