@@ -337,7 +337,8 @@ typedef enum nyb_rounding {
  * Deterministic: tokens are cut into chunks of a fixed size, counted from the sequence's first, and
  * merged in ascending order. A row's bits depend on its own query and on the tokens it sees: not on
  * the batch, the other rows, strides or threads. They may differ between ISAs, backends, paths and
- * versions.
+ * versions, and on CUDA between the kernels that a plan names: which one follows from the number of
+ * query rows that share a KV head, and from alignment.
  *
  * A row that sees no token gives zeros and lse = -inf. Nothing beyond a sequence's length is read
  * into the result. */
