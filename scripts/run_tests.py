@@ -37,12 +37,14 @@ SHOWN_LINES = 60
 # Whether the checks can fail does not depend on the build: the release build alone asks, since
 # under sanitizers and the emulator it takes minutes.
 CHECKS_OF_CHECKS = "test_checks_can_fail"
-# Without the tests that take seconds in the release build and many minutes elsewhere.
+# Without the tests that only the release build can answer: its own memory, its own time, and what
+# takes seconds there and many minutes elsewhere.
 QUICK = {"NYBBLE_TESTS_QUICK": "1"}
 
 CLOSING_LINE = re.compile(r"^(\d+) passed, (\d+) failed(?:, (\d+) skipped)?$", re.MULTILINE)
 CMOCKA_LINE = re.compile(r"^\[\s+(PASSED|FAILED|SKIPPED)\s+\] (\d+) test", re.MULTILINE)
 CMOCKA_SKIPPED = re.compile(r"^\[  SKIPPED \] (\w+)$", re.MULTILINE)
+CMOCKA_FAILED = re.compile(r"^\[  FAILED  \] (\w+)$", re.MULTILINE)
 VERIFY_SKIPPED = re.compile(r"^(\S+) .*  skipped: (.+)$", re.MULTILINE)
 FUZZ_RUNS = re.compile(r"^stat::number_of_executed_units:\s*(\d+)$", re.MULTILINE)
 
@@ -159,7 +161,8 @@ def count_program(suite: Suite, what: str, good: bool, output: str) -> None:
     passed, failed, skipped = tests_inside(output)
     if not good:
         failed = max(failed, 1)  # it may have died before it could say so
-        suite.notes.append(f"FAILED {suite.name}: {what}")
+        names = ", ".join(dict.fromkeys(CMOCKA_FAILED.findall(output)))
+        suite.notes.append(f"FAILED {suite.name}: {what}{': ' if names else ''}{names}")
         print(f"  {what} failed:")
         show_end(output)
     elif failed != 0:

@@ -872,27 +872,24 @@ static void test_prefill_memory(void **state) {
   nyb_context_destroy(context);
 }
 
-static double best_seconds(attention_scene *scene, nyb_context *context) {
-  double best = 1e9;
-  for (int i = 0; i < 5; i++) {
-    struct timespec start, end;
-    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &start);
-    const nyb_status status =
-        nyb_attention_run(context, &scene->call, scene->workspace, scene->workspace_bytes, NULL);
-    clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &end);
-    assert_int_equal(status, NYB_OK);
-    const double seconds =
-        (double)(end.tv_sec - start.tv_sec) + 1e-9 * (double)(end.tv_nsec - start.tv_nsec);
-    best = seconds < best ? seconds : best;
-  }
-  return best;
+static double run_seconds(attention_scene *scene, nyb_context *context) {
+  struct timespec start, end;
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &start);
+  const nyb_status status =
+      nyb_attention_run(context, &scene->call, scene->workspace, scene->workspace_bytes, NULL);
+  clock_gettime(CLOCK_PROCESS_CPUTIME_ID, &end);
+  assert_int_equal(status, NYB_OK);
+  return (double)(end.tv_sec - start.tv_sec) + 1e-9 * (double)(end.tv_nsec - start.tv_nsec);
 }
 
 /* Field case 54: eight query heads share each unpacked tile, so that 64 heads over 8 cost far less
- * than eight times 8 over 8. */
+ * than eight times 8 over 8. The two take turns, so that a machine that slows down slows both, and
+ * the least of each counts. A kernel that unpacks for each head takes 8 times as long; vectors take
+ * about 3 times, scalar code about 5. */
 static void test_heads_share_the_unpacking(void **state) {
   (void)state;
-  double seconds[2];
+  attention_scene scenes[2];
+  double least[2] = {1e9, 1e9};
   nyb_context *context = make_context(1);
   for (int i = 0; i < 2; i++) {
     attention_shape shape = {.name = "sharing",
@@ -910,15 +907,19 @@ static void test_heads_share_the_unpacking(void **state) {
                              .out_dtype = NYB_BF16,
                              .keys = ROWS_RAW,
                              .values = ROWS_RAW};
-    attention_scene scene;
-    make_scene(&scene, &shape);
-    run_scene(&scene, context);
-    seconds[i] = best_seconds(&scene, context);
-    scene_free(&scene);
+    make_scene(&scenes[i], &shape);
+    run_scene(&scenes[i], context);
+  }
+  for (int turn = 0; turn < 15; turn++) {
+    for (int i = 0; i < 2; i++) {
+      const double seconds = run_seconds(&scenes[i], context);
+      least[i] = seconds < least[i] ? seconds : least[i];
+    }
   }
   print_message("64 heads over 8 take %.2f times as long as 8 over 8 (%.2f ms)\n",
-                seconds[1] / seconds[0], 1e3 * seconds[0]);
-  assert_true(seconds[1] < 6 * seconds[0]);
+                least[1] / least[0], 1e3 * least[0]);
+  assert_true(least[1] < 6 * least[0]);
+  for (int i = 0; i < 2; i++) scene_free(&scenes[i]);
   nyb_context_destroy(context);
 }
 
@@ -1048,10 +1049,6 @@ static void test_partial_results_in_waves(void **state) {
 }
 
 int main(void) {
-  /* 50 thousand million products: seconds here, many minutes under sanitizers and the emulator. */
-  if (getenv("NYBBLE_TESTS_QUICK") != NULL) {
-    cmocka_set_skip_filter("test_partial_results_in_waves");
-  }
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_refuses_null_and_size),
       cmocka_unit_test(test_refuses_shapes),
@@ -1074,10 +1071,18 @@ int main(void) {
       cmocka_unit_test(test_outlier_keys_want_the_bits),
       cmocka_unit_test(test_run_does_not_allocate),
       cmocka_unit_test(test_prefill_workspace),
+      cmocka_unit_test(test_long_sequence_among_short_ones),
+  };
+  int failed = cmocka_run_group_tests(tests, NULL, NULL);
+  /* Of the release build alone: sanitizers and the emulator have memory and time of their own, and
+   * the last takes 50 thousand million products, seconds here and many minutes there. */
+  const struct CMUnitTest release_tests[] = {
       cmocka_unit_test(test_prefill_memory),
       cmocka_unit_test(test_heads_share_the_unpacking),
-      cmocka_unit_test(test_long_sequence_among_short_ones),
       cmocka_unit_test(test_partial_results_in_waves),
   };
-  return cmocka_run_group_tests(tests, NULL, NULL);
+  if (getenv("NYBBLE_TESTS_QUICK") == NULL) {
+    failed += cmocka_run_group_tests(release_tests, NULL, NULL);
+  }
+  return failed;
 }
