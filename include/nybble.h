@@ -318,10 +318,55 @@ NYB_API nyb_status nyb_dequantize_run(nyb_context *context, const nyb_dequantize
 /* ---- Attention ---------------------------------------------------------------------------- */
 
 typedef enum nyb_mask {
-  NYB_MASK_NONE = 0,  /* every query row sees the whole sequence */
-  NYB_MASK_CAUSAL = 1 /* bottom-right: query row i of query_len sees tokens
-                         [0, length - query_len + i]; rows before the sequence see none */
+  NYB_MASK_NONE = 0,           /* every query row sees the whole sequence */
+  NYB_MASK_CAUSAL = 1,         /* bottom-right: query row i of query_len stands at position
+                                  length - query_len + i and sees the tokens up to there; rows
+                                  before the sequence see none. MLX, FlashAttention, decoders */
+  NYB_MASK_CAUSAL_TOP_LEFT = 2 /* row i stands at position i. PyTorch's is_causal */
 } nyb_mask;
+
+typedef enum nyb_mask_array_kind {
+  NYB_MASK_ARRAY_BOOL = 1, /* a byte each: the row sees the token where it is not 0 */
+  NYB_MASK_ARRAY_ADD = 2   /* added to the score; -inf: the row does not see the token */
+} nyb_mask_array_kind;
+
+/* A mask as an array, [batch, query_heads, query_len, tokens]; strides of 0 broadcast. It has a
+ * column for each token as lengths counts them, those before starts included. A token hidden by it
+ * weighs 0, so a NaN among its values still shows; a tile of which a block of rows sees nothing is
+ * not read. */
+typedef struct nyb_mask_array {
+  const void *data; /* NULL: none */
+  nyb_mask_array_kind kind;
+  nyb_dtype dtype; /* ADD: NYB_F32 or q's; BOOL: 0 */
+  int64_t stride[3];
+  int64_t tokens; /* columns, at least the longest length */
+} nyb_mask_array;
+
+/* Rows of K and V that stand in pages of a pool, which sequences may share. k and v are then
+ * [page_count, kv_heads, page_tokens, dim]: their stride[0] leads from page to page. */
+typedef struct nyb_pages {
+  const int32_t *table; /* NULL: not paged. [batch, table_stride]: token t of sequence b stands in
+                           page table[b * table_stride + t / page_tokens], row t % page_tokens.
+                           Entries beyond a sequence's length are not looked at */
+  int64_t table_stride; /* at least capacity_tokens / page_tokens, rounded up */
+  int64_t page_tokens;  /* 16 or more; multiples of 64 are read in place, others by tiles copied */
+  int64_t page_count;   /* bounds the table's entries */
+} nyb_pages;
+
+/* Rows of K and V that stand in a ring: a window over the last tokens, behind `keep_tokens` first
+ * ones that stay. The sequence counts the tokens that are held: token t stands in slot t for
+ * t < keep_tokens, else in slot
+ *   keep_tokens + (t - keep_tokens + offsets[b]) % (capacity_tokens - keep_tokens). */
+typedef struct nyb_ring {
+  const int32_t *offsets; /* NULL: no ring. [batch]: 0 to capacity_tokens - keep_tokens - 1 */
+  int64_t keep_tokens;    /* less than capacity_tokens */
+} nyb_ring;
+
+/* Rows of K and V beside k and v, in formats of their own: [batch, kv_heads, tokens, dim]. */
+typedef struct nyb_part {
+  int64_t tokens; /* 0: no such part */
+  nyb_stored k, v;
+} nyb_part;
 
 /* Where values are rounded on the way (docs/numerics.md, sections 2, 3 and 8); T is q's dtype,
  * whatever the dtypes of scales and out. What the CPU's integer dots add to EXACT is bounded there.
@@ -364,7 +409,37 @@ typedef struct nyb_attention {
   nyb_mask mask;
   nyb_path path;
   nyb_rounding rounding;
-} nyb_attention; /* q, out, scales of k and of v may all differ in dtype */
+
+  /* What follows may all be left 0. A row sees a token that every one of mask, window and
+   * mask_array lets it see. */
+
+  /* Rows see the last window_tokens tokens up to their own, theirs included, and the first
+   * window_keep_tokens ones whatever the window. A row's position is mask's, bottom-right where
+   * mask is NONE, which bounds nothing from above. Chunks that no row sees are not read. 0: none */
+  int64_t window_tokens, window_keep_tokens;
+  /* [batch], or NULL: where each sequence begins, 0 to its length (left padding). The tokens before
+   * are no part of it: the result has the bits of the sequence alone. Not with pages, ring, first
+   * or last. */
+  const int32_t *starts;
+  nyb_mask_array mask_array;
+  /* Optional, [query_heads]: a logit for each head that enters the denominator once, unscaled. lse
+   * has it too: of parts to be merged, give it to one. */
+  const float *sinks;
+  /* Optional, [query_heads]: -slope * |position - token| is added to the score, after softcap and
+   * before mask_array. */
+  const float *alibi_slopes;
+  float softcap;    /* scores become softcap * tanh(score / softcap); 0: none */
+  int32_t reserved; /* 0 */
+  nyb_pages pages;
+  nyb_ring ring;
+  /* A sequence in three parts: its first `first.tokens` tokens in `first`, then k and v (slot 0
+   * on), then, from token last_begins[b] on, `last`: token t in slot t % last.tokens. lengths
+   * counts all three, capacity_tokens k and v alone. Not with pages or ring. */
+  nyb_part first, last;
+  const int32_t *last_begins; /* [batch]; needed where last.tokens > 0: first.tokens (or the length,
+                                 where that is less) to the length, and no more than last.tokens
+                                 before it */
+} nyb_attention;              /* q, out, scales of k and of v may all differ in dtype */
 
 #define NYB_ATTENTION_INIT NYB_INIT(nyb_attention)
 
@@ -437,6 +512,22 @@ typedef struct nyb_cache_options {
   int32_t reserved;                /* 0 */
   int64_t initial_capacity_tokens; /* 0: grown at the first append */
   int64_t max_tokens;              /* an append beyond it fails; 0: no limit but int32 lengths */
+
+  /* Each of the three kinds below stands alone. */
+
+  /* A rotating cache: a window over the last tokens, the first window_keep_tokens of which stay
+   * (fewer than window_tokens). An append of S tokens leaves the rows that its S query rows see, at
+   * most window_tokens + S - 1. What was dropped is gone: a trim that would need it is refused, and
+   * drops nothing. */
+  int64_t window_tokens, window_keep_tokens;
+  /* The first first_tokens tokens and the last last_tokens ones stay unquantized, in part_dtype;
+   * the oldest of the last ones is quantized when a new one comes. */
+  int64_t first_tokens, last_tokens;
+  nyb_dtype part_dtype; /* 0 where there are none */
+  int32_t reserved2;    /* 0 */
+  /* Pages of so many tokens, from one pool; nyb_cache_reorder shares them between sequences, and an
+   * append to a shared one copies it first. 0: rows of a sequence stand one after the other. */
+  int64_t page_tokens;
 } nyb_cache_options;
 
 #define NYB_CACHE_OPTIONS_INIT NYB_INIT(nyb_cache_options)
@@ -463,6 +554,9 @@ typedef struct nyb_append {
   nyb_input key;       /* [batch, kv_heads, tokens, key_dim], any float dtype */
   nyb_input value;     /* [batch, kv_heads, tokens, value_dim] */
   int32_t *non_finite; /* CUDA: as in nyb_quantize; it is also set where a sequence was full */
+  /* Optional, host memory, [batch]: so many of each sequence's `tokens` rows, the first ones, are
+   * padding and are not stored (a left-padded batch), 0 to tokens. */
+  const int32_t *padding;
 } nyb_append;
 
 #define NYB_APPEND_INIT NYB_INIT(nyb_append)
@@ -496,9 +590,10 @@ NYB_API int64_t nyb_cache_length(const nyb_cache *cache, int64_t sequence);
 NYB_API nyb_status nyb_cache_get_usage(const nyb_cache *cache, nyb_cache_usage *usage);
 
 /* Sets every field of *attention that says where the tokens are (batch, kv_heads, key_dim,
- * value_dim, capacity_tokens, lengths, k, v; those of later versions too) and leaves the others
- * alone. The pointers hold until the next append that grows, reserve or destroy; lengths follows
- * the cache. It costs next to nothing: call it before every run. */
+ * value_dim, capacity_tokens, lengths, k, v, pages, ring, first, last, last_begins, starts,
+ * window_tokens, window_keep_tokens) and leaves the others alone. The pointers hold until the next
+ * append that grows, reserve or destroy; lengths follows the cache. It costs next to nothing: call
+ * it before every run. */
 NYB_API nyb_status nyb_cache_view(const nyb_cache *cache, nyb_attention *attention);
 
 /* ---- safetensors files -------------------------------------------------------------------- */

@@ -55,7 +55,7 @@ static nyb_status check_sizes(const nyb_attention *a) {
 }
 
 static nyb_status check_choices(const nyb_attention *a) {
-  nyb_status status = check_enum("mask", (int)a->mask, NYB_MASK_CAUSAL + 1);
+  nyb_status status = check_enum("mask", (int)a->mask, NYB_MASK_CAUSAL_TOP_LEFT + 1);
   if (status == NYB_OK) status = check_enum("path", (int)a->path, NYB_PATH_COMPAT + 1);
   if (status == NYB_OK) status = check_enum("rounding", (int)a->rounding, NYB_ROUNDING_MLX + 1);
   if (status == NYB_OK) status = nyb_check_dtype("attention.q.dtype", a->q.dtype);
@@ -73,6 +73,36 @@ static nyb_status check_choices(const nyb_attention *a) {
     return nyb_fail(NYB_ERROR_VALUE,
                     "attention.scale is 0; it must be set, usually to 1/sqrt(key_dim) = %g",
                     1 / sqrt((double)a->key_dim));
+  }
+  return NYB_OK;
+}
+
+/* Fields that not every backend has kernels for. Nothing is approximated: what a backend lacks is
+ * refused by name. */
+static nyb_status check_supported(const nyb_context *context, const nyb_attention *a) {
+  const bool on_cuda = nyb_on_cuda(context);
+  const struct {
+    const char *field;
+    bool is_set, on_cpu;
+  } fields[] = {
+      {"mask NYB_MASK_CAUSAL_TOP_LEFT", a->mask == NYB_MASK_CAUSAL_TOP_LEFT, false},
+      {"window_tokens", a->window_tokens != 0, false},
+      {"window_keep_tokens", a->window_keep_tokens != 0, false},
+      {"starts", a->starts != NULL, false},
+      {"mask_array", a->mask_array.data != NULL || a->mask_array.kind != 0, false},
+      {"sinks", a->sinks != NULL, false},
+      {"alibi_slopes", a->alibi_slopes != NULL, false},
+      {"softcap", a->softcap != 0, false},
+      {"pages", a->pages.table != NULL || a->pages.page_tokens != 0, false},
+      {"ring", a->ring.offsets != NULL || a->ring.keep_tokens != 0, false},
+      {"first", a->first.tokens != 0, false},
+      {"last", a->last.tokens != 0, false},
+  };
+  for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
+    if (!fields[i].is_set || (fields[i].on_cpu && !on_cuda)) continue;
+    return nyb_fail(NYB_ERROR_UNSUPPORTED,
+                    "attention.%s is set; the %s backend has no kernel for it, and it must be 0",
+                    fields[i].field, nyb_backend_name(context->backend));
   }
   return NYB_OK;
 }
@@ -162,6 +192,7 @@ static nyb_status check(nyb_context *context, const nyb_attention *a, nyb_attent
   nyb_status status = nyb_check_struct("attention", a, a->struct_size, sizeof *a);
   if (status == NYB_OK) status = check_sizes(a);
   if (status == NYB_OK) status = check_choices(a);
+  if (status == NYB_OK) status = check_supported(context, a);
   if (status != NYB_OK) return status;
   nyb_row_layout key, value;
   status =

@@ -202,10 +202,32 @@ static nyb_status fill_part(nyb_cache_part *part, const nyb_format *format, cons
   return NYB_OK;
 }
 
+/* Kinds of caches that cannot be made yet are refused by name. */
+static nyb_status check_kind(const nyb_cache_options *options) {
+  const struct {
+    const char *field;
+    int64_t value;
+  } fields[] = {{"window_tokens", options->window_tokens},
+                {"window_keep_tokens", options->window_keep_tokens},
+                {"first_tokens", options->first_tokens},
+                {"last_tokens", options->last_tokens},
+                {"part_dtype", options->part_dtype},
+                {"reserved2", options->reserved2},
+                {"page_tokens", options->page_tokens}};
+  for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
+    if (fields[i].value == 0) continue;
+    return nyb_fail(NYB_ERROR_UNSUPPORTED,
+                    "options.%s is %" PRId64 "; this version has no such cache, and it must be 0",
+                    fields[i].field, fields[i].value);
+  }
+  return NYB_OK;
+}
+
 /* Everything but the memory: *made can be copied into the cache. */
 static nyb_status check_options(const nyb_cache_options *options, nyb_cache *made) {
   nyb_status status = nyb_check_struct("options", options, options->struct_size, sizeof *options);
   if (status == NYB_OK) status = check_sizes(options);
+  if (status == NYB_OK) status = check_kind(options);
   if (status != NYB_OK) return status;
   status = fill_part(&made->part[NYB_KEY], &options->key_format, "options.key_format",
                      options->key_dim, "options.key_dim");
@@ -425,6 +447,11 @@ static nyb_status check_append(const nyb_cache *cache, const nyb_append *append)
   }
   status = nyb_check_flag(cache->context, "append.non_finite", append->non_finite);
   if (status != NYB_OK) return status;
+  if (append->padding != NULL) {
+    return nyb_fail(NYB_ERROR_UNSUPPORTED,
+                    "append.padding is set; this version does not skip padding, and it must be "
+                    "NULL");
+  }
   const int64_t length = nyb_cache_longest(cache);
   if (append->tokens > cache->limit_tokens - length) {
     return nyb_fail(NYB_ERROR_LENGTH,
@@ -611,5 +638,11 @@ nyb_status nyb_cache_view(const nyb_cache *cache, nyb_attention *attention) {
   attention->lengths = cache->view_lengths;
   attention->k = nyb_cache_stored(cache, &cache->storage, NYB_KEY);
   attention->v = nyb_cache_stored(cache, &cache->storage, NYB_VALUE);
+  attention->window_tokens = attention->window_keep_tokens = 0;
+  attention->starts = NULL;
+  attention->pages = (nyb_pages){0};
+  attention->ring = (nyb_ring){0};
+  attention->first = attention->last = (nyb_part){0};
+  attention->last_begins = NULL;
   return NYB_OK;
 }

@@ -238,7 +238,7 @@ static void test_refuses_choices(void **state) {
   (void)state;
   refusal r;
   refusal_begin(&r);
-  REFUSED(&r, mask, (nyb_mask)2, NYB_ERROR_ENUM, "mask is 2");
+  REFUSED(&r, mask, (nyb_mask)3, NYB_ERROR_ENUM, "mask is 3");
   REFUSED(&r, path, (nyb_path)3, NYB_ERROR_ENUM, "path is 3");
   REFUSED(&r, rounding, (nyb_rounding)-1, NYB_ERROR_ENUM, "rounding is -1");
   REFUSED(&r, q.dtype, (nyb_dtype)0, NYB_ERROR_ENUM, "q.dtype is 0");

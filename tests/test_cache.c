@@ -511,6 +511,12 @@ static void test_view_sets_its_own_fields(void **state) {
   wanted.lengths = attention.lengths;
   wanted.k = attention.k;
   wanted.v = attention.v;
+  wanted.window_tokens = wanted.window_keep_tokens = 0;
+  wanted.starts = wanted.last_begins = NULL;
+  memset(&wanted.pages, 0, sizeof wanted.pages);
+  memset(&wanted.ring, 0, sizeof wanted.ring);
+  memset(&wanted.first, 0, sizeof wanted.first);
+  memset(&wanted.last, 0, sizeof wanted.last);
   assert_memory_equal(&attention, &wanted, sizeof wanted);
   nyb_cache_destroy(cache);
 }
