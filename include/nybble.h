@@ -332,8 +332,8 @@ typedef enum nyb_mask_array_kind {
 
 /* A mask as an array, [batch, query_heads, query_len, tokens]; strides of 0 broadcast. It has a
  * column for each token as lengths counts them, those before starts included. A token hidden by it
- * weighs 0, so a NaN among its values still shows; a tile of which a block of rows sees nothing is
- * not read. */
+ * weighs 0, and only there "0 times NaN" can still show: hide unwritten memory by lengths, starts
+ * or window, which are never read past. */
 typedef struct nyb_mask_array {
   const void *data; /* NULL: none */
   nyb_mask_array_kind kind;
@@ -347,7 +347,8 @@ typedef struct nyb_mask_array {
 typedef struct nyb_pages {
   const int32_t *table; /* NULL: not paged. [batch, table_stride]: token t of sequence b stands in
                            page table[b * table_stride + t / page_tokens], row t % page_tokens.
-                           Entries beyond a sequence's length are not looked at */
+                           Entries beyond a sequence's length are not looked at; others must be
+                           0 to page_count - 1 */
   int64_t table_stride; /* at least capacity_tokens / page_tokens, rounded up */
   int64_t page_tokens;  /* 16 or more; multiples of 64 are read in place, others by tiles copied */
   int64_t page_count;   /* bounds the table's entries */
@@ -356,7 +357,9 @@ typedef struct nyb_pages {
 /* Rows of K and V that stand in a ring: a window over the last tokens, behind `keep_tokens` first
  * ones that stay. The sequence counts the tokens that are held: token t stands in slot t for
  * t < keep_tokens, else in slot
- *   keep_tokens + (t - keep_tokens + offsets[b]) % (capacity_tokens - keep_tokens). */
+ *   keep_tokens + (t - keep_tokens + offsets[b]) % (capacity_tokens - keep_tokens).
+ * Chunks, positions, columns of mask_array and ALiBi count held tokens too, so that the last bits
+ * of a result may differ from those of a window over the whole sequence. */
 typedef struct nyb_ring {
   const int32_t *offsets; /* NULL: no ring. [batch]: 0 to capacity_tokens - keep_tokens - 1 */
   int64_t keep_tokens;    /* less than capacity_tokens */
@@ -385,8 +388,11 @@ typedef enum nyb_rounding {
  * versions, and on CUDA between the kernels that a plan names: which one follows from the number of
  * query rows that share a KV head, and from alignment.
  *
- * A row that sees no token gives zeros and lse = -inf. Nothing beyond a sequence's length is read
- * into the result. */
+ * score = cap(scale * q k) - slope * |position - token| + mask_array, where cap(s) = s, or
+ * softcap * tanh(s / softcap). docs/numerics.md has the rounding of each step.
+ *
+ * A row that sees no token gives zeros, and lse = -inf, or its head's sink. Nothing beyond a
+ * sequence's length is read into the result. */
 typedef struct nyb_attention {
   size_t struct_size;
   int64_t batch;           /* 1 to 2^30 */
@@ -411,30 +417,31 @@ typedef struct nyb_attention {
   nyb_rounding rounding;
 
   /* What follows may all be left 0. A row sees a token that every one of mask, window and
-   * mask_array lets it see. */
+   * mask_array lets it see. Of pages, ring, starts and the two parts a call has at most one. */
 
   /* Rows see the last window_tokens tokens up to their own, theirs included, and the first
-   * window_keep_tokens ones whatever the window. A row's position is mask's, bottom-right where
-   * mask is NONE, which bounds nothing from above. Chunks that no row sees are not read. 0: none */
+   * window_keep_tokens ones whatever the window. A row's position is mask's; under NYB_MASK_NONE,
+   * which hides no later tokens, it is bottom-right. Chunks that no row sees are not read. 0: none;
+   * keep needs a window */
   int64_t window_tokens, window_keep_tokens;
   /* [batch], or NULL: where each sequence begins, 0 to its length (left padding). The tokens before
-   * are no part of it: the result has the bits of the sequence alone. Not with pages, ring, first
-   * or last. */
+   * are no part of it: the result has the bits of the sequence alone. Chunks and
+   * window_keep_tokens count from there; mask_array's columns, lengths and the positions of
+   * NYB_MASK_CAUSAL_TOP_LEFT from slot 0. */
   const int32_t *starts;
   nyb_mask_array mask_array;
-  /* Optional, [query_heads]: a logit for each head that enters the denominator once, unscaled. lse
-   * has it too: of parts to be merged, give it to one. */
+  /* Optional, [query_heads]: a logit for each head that enters the denominator once, unscaled; -inf
+   * is none. lse has it too: of results to be merged, give it to one. */
   const float *sinks;
-  /* Optional, [query_heads]: -slope * |position - token| is added to the score, after softcap and
-   * before mask_array. */
+  /* Optional, [query_heads]; the position is the window's. */
   const float *alibi_slopes;
-  float softcap;    /* scores become softcap * tanh(score / softcap); 0: none */
+  float softcap;    /* finite and positive; 0: none */
   int32_t reserved; /* 0 */
   nyb_pages pages;
   nyb_ring ring;
-  /* A sequence in three parts: its first `first.tokens` tokens in `first`, then k and v (slot 0
-   * on), then, from token last_begins[b] on, `last`: token t in slot t % last.tokens. lengths
-   * counts all three, capacity_tokens k and v alone. Not with pages or ring. */
+  /* A sequence in three parts: its first `first.tokens` tokens in `first`, then k and v (token t
+   * in slot t - first.tokens), then, from token last_begins[b] on, `last`: token t in slot t %
+   * last.tokens. lengths counts all three, at most first.tokens + capacity_tokens + last.tokens. */
   nyb_part first, last;
   const int32_t *last_begins; /* [batch]; needed where last.tokens > 0: first.tokens (or the length,
                                  where that is less) to the length, and no more than last.tokens
@@ -460,7 +467,8 @@ typedef struct nyb_plan {
 /* Checks a descriptor, chooses the path and says how much workspace run needs: the support query.
  * Looks at shapes, formats, strides and the values of pointers, never through one; data pointers
  * and lengths may still be NULL here, as at model load. workspace_bytes does not depend on
- * pointers, strides or lengths, and never falls when batch, query_len or capacity_tokens rises:
+ * pointers, strides or lengths (but whether an optional one is set: NULL or not must be as at the
+ * run), and never falls when batch, query_len or capacity_tokens rises:
  * plan the largest call once and reuse its workspace. capacity_tokens is the room, not the length:
  * with a cache that grows, reserve first or plan again after growth. COMPAT needs room for scores.
  */
@@ -515,8 +523,9 @@ typedef struct nyb_cache_options {
 
   /* Each of the three kinds below stands alone. */
 
-  /* A rotating cache: a window over the last tokens, the first window_keep_tokens of which stay
-   * (fewer than window_tokens). An append of S tokens leaves the rows that its S query rows see, at
+  /* A rotating cache: the first window_keep_tokens tokens stay, and of the others those in a window
+   * over the last window_tokens - window_keep_tokens (more than 0), which is what the view sets
+   * attention.window_tokens to. An append of S tokens leaves the rows that its S query rows see, at
    * most window_tokens + S - 1. What was dropped is gone: a trim that would need it is refused, and
    * drops nothing. */
   int64_t window_tokens, window_keep_tokens;
@@ -554,8 +563,8 @@ typedef struct nyb_append {
   nyb_input key;       /* [batch, kv_heads, tokens, key_dim], any float dtype */
   nyb_input value;     /* [batch, kv_heads, tokens, value_dim] */
   int32_t *non_finite; /* CUDA: as in nyb_quantize; it is also set where a sequence was full */
-  /* Optional, host memory, [batch]: so many of each sequence's `tokens` rows, the first ones, are
-   * padding and are not stored (a left-padded batch), 0 to tokens. */
+  /* Optional, [batch]: so many of each sequence's `tokens` rows, the first ones, are padding and
+   * are not stored (a left-padded batch), 0 to tokens. */
   const int32_t *padding;
 } nyb_append;
 
@@ -590,10 +599,10 @@ NYB_API int64_t nyb_cache_length(const nyb_cache *cache, int64_t sequence);
 NYB_API nyb_status nyb_cache_get_usage(const nyb_cache *cache, nyb_cache_usage *usage);
 
 /* Sets every field of *attention that says where the tokens are (batch, kv_heads, key_dim,
- * value_dim, capacity_tokens, lengths, k, v, pages, ring, first, last, last_begins, starts,
- * window_tokens, window_keep_tokens) and leaves the others alone. The pointers hold until the next
- * append that grows, reserve or destroy; lengths follows the cache. It costs next to nothing: call
- * it before every run. */
+ * value_dim, capacity_tokens, lengths, k, v, pages, ring, first, last, last_begins; of a rotating
+ * cache also window_tokens and window_keep_tokens) and leaves the others alone. The pointers hold
+ * until the next append that grows, reserve, reorder, load or destroy; what they point to follows
+ * the cache. It costs next to nothing: call it before every run. */
 NYB_API nyb_status nyb_cache_view(const nyb_cache *cache, nyb_attention *attention);
 
 /* ---- safetensors files -------------------------------------------------------------------- */

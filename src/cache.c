@@ -638,8 +638,6 @@ nyb_status nyb_cache_view(const nyb_cache *cache, nyb_attention *attention) {
   attention->lengths = cache->view_lengths;
   attention->k = nyb_cache_stored(cache, &cache->storage, NYB_KEY);
   attention->v = nyb_cache_stored(cache, &cache->storage, NYB_VALUE);
-  attention->window_tokens = attention->window_keep_tokens = 0;
-  attention->starts = NULL;
   attention->pages = (nyb_pages){0};
   attention->ring = (nyb_ring){0};
   attention->first = attention->last = (nyb_part){0};
