@@ -26,14 +26,17 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Lock
 
 ROOT = Path(__file__).resolve().parents[1]
 LOGS = ROOT / "build" / "test-logs"
 EMULATOR = ("qemu-aarch64", "-L", "/usr/aarch64-linux-gnu")
 ISAS = ("scalar", "avx2", "avx512", "neon")
 SHOWN_LINES = 60
+LOG_LOCK = Lock()  # a suite may run several commands at once
 # Whether the checks can fail does not depend on the build: the release build alone asks, since
 # under sanitizers and the emulator it takes minutes.
 CHECKS_OF_CHECKS = "test_checks_can_fail"
@@ -91,7 +94,7 @@ class Suite:
             errors="replace",
             check=False,
         )
-        with self.log.open("a", encoding="utf-8") as log:
+        with LOG_LOCK, self.log.open("a", encoding="utf-8") as log:
             log.write(f"$ {' '.join(words)}\n{result.stdout}\n")
         return result.returncode, result.stdout
 
@@ -266,25 +269,42 @@ def isas_here() -> list[str]:
     return found
 
 
+def verify_command(isa: str, here: list[str]) -> list[str]:
+    """What verifies that instruction set on this machine; [] where nothing can."""
+    if isa in here:
+        return ["build/nybble", "verify", "--isa", isa]
+    if isa == "neon" and (ROOT / "build-neon" / "nybble").exists():
+        return [*EMULATOR, "build-neon/nybble", "verify", "--isa", isa, "--quick"]
+    return []
+
+
 def run_verify(suite: Suite, options: Options) -> None:
     build(suite, options, "release")
     here = isas_here()
-    for isa in ISAS:
-        if isa in here:
-            command = ["build/nybble", "verify", "--isa", isa]
-        elif isa == "neon" and (ROOT / "build-neon" / "nybble").exists():
-            command = [*EMULATOR, "build-neon/nybble", "verify", "--isa", isa, "--quick"]
-        elif isa in options.require_isas:
-            suite.failed += 1
-            suite.notes.append(f"FAILED {suite.name}: {isa} must run, but does not run here")
-            continue
-        else:
-            suite.skip(isa, "does not run on this machine")
-            continue
+    commands = {isa: verify_command(isa, here) for isa in ISAS}
+
+    def verify(command: list[str]) -> tuple[int, str, float]:
         start = time.monotonic()
-        code, output = suite.run(command)
-        count_program(suite, " ".join(command), code == 0 and tests_inside(output)[0] > 0, output)
-        print(f"  {isa}: {last_line(output)} in {time.monotonic() - start:.0f} s")
+        return *suite.run(command), time.monotonic() - start
+
+    # The checks of one instruction set keep one processor busy. The emulator takes longest.
+    with ThreadPoolExecutor(options.jobs) as pool:
+        started = {
+            isa: pool.submit(verify, command)
+            for isa, command in reversed(commands.items())
+            if command
+        }
+        for isa, command in commands.items():
+            if command:
+                code, output, seconds = started[isa].result()
+                good = code == 0 and tests_inside(output)[0] > 0
+                count_program(suite, " ".join(command), good, output)
+                print(f"  {isa}: {last_line(output)} in {seconds:.0f} s", flush=True)
+            elif isa in options.require_isas:
+                suite.failed += 1
+                suite.notes.append(f"FAILED {suite.name}: {isa} must run, but does not run here")
+            else:
+                suite.skip(isa, "does not run on this machine")
 
 
 # ---- CUDA kernels -------------------------------------------------------------------------------

@@ -108,6 +108,10 @@ void scene_free(attention_scene *scene);
 void scene_add_poison(attention_scene *scene, const scene_poison *poison);
 void scene_restore_inputs(attention_scene *scene);
 
+/* Changes one element of a scene that is made, and brings all of its inputs back. */
+void scene_add_poison(attention_scene *scene, const scene_poison *poison);
+void scene_restore_inputs(attention_scene *scene);
+
 /* What the oracle expects on a path, row by row in order [batch, head, query row]. */
 typedef struct scene_expected {
   double *out, *out_error; /* [rows, value_dim] */
