@@ -6,6 +6,7 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "attention_places.h"
 #include "cuda/operations.h"
 #include "format.h"
 #include "numeric.h"
@@ -16,7 +17,7 @@ enum { MAX_HEAD_DIM = 1 << 16, MAX_HEADS = 1 << 20, MAX_BATCH = 1 << 30 };
 
 /* ---- Checks --------------------------------------------------------------------------------- */
 
-static nyb_status check_size(const char *field, int64_t value, int64_t least, int64_t most) {
+nyb_status nyb_check_size(const char *field, int64_t value, int64_t least, int64_t most) {
   if (value >= least && value <= most) return NYB_OK;
   return nyb_fail(NYB_ERROR_SHAPE, "attention.%s is %lld; it must be %lld to %lld", field,
                   (long long)value, (long long)least, (long long)most);
@@ -29,13 +30,14 @@ static nyb_status check_enum(const char *field, int value, int count) {
 }
 
 static nyb_status check_sizes(const nyb_attention *a) {
-  nyb_status status = check_size("batch", a->batch, 1, MAX_BATCH);
-  if (status == NYB_OK) status = check_size("kv_heads", a->kv_heads, 1, MAX_HEADS);
-  if (status == NYB_OK) status = check_size("query_heads", a->query_heads, 1, MAX_HEADS);
-  if (status == NYB_OK) status = check_size("query_len", a->query_len, 1, INT32_MAX);
-  if (status == NYB_OK) status = check_size("key_dim", a->key_dim, 1, MAX_HEAD_DIM);
-  if (status == NYB_OK) status = check_size("value_dim", a->value_dim, 1, MAX_HEAD_DIM);
-  if (status == NYB_OK) status = check_size("capacity_tokens", a->capacity_tokens, 0, INT32_MAX);
+  nyb_status status = nyb_check_size("batch", a->batch, 1, MAX_BATCH);
+  if (status == NYB_OK) status = nyb_check_size("kv_heads", a->kv_heads, 1, MAX_HEADS);
+  if (status == NYB_OK) status = nyb_check_size("query_heads", a->query_heads, 1, MAX_HEADS);
+  if (status == NYB_OK) status = nyb_check_size("query_len", a->query_len, 1, INT32_MAX);
+  if (status == NYB_OK) status = nyb_check_size("key_dim", a->key_dim, 1, MAX_HEAD_DIM);
+  if (status == NYB_OK) status = nyb_check_size("value_dim", a->value_dim, 1, MAX_HEAD_DIM);
+  if (status == NYB_OK)
+    status = nyb_check_size("capacity_tokens", a->capacity_tokens, 0, INT32_MAX);
   if (status != NYB_OK) return status;
   if (a->query_heads % a->kv_heads != 0) {
     return nyb_fail(NYB_ERROR_HEADS,
@@ -88,13 +90,13 @@ static nyb_status check_supported(const nyb_context *context, const nyb_attentio
       {"mask NYB_MASK_CAUSAL_TOP_LEFT", a->mask == NYB_MASK_CAUSAL_TOP_LEFT, false},
       {"window_tokens", a->window_tokens != 0, false},
       {"window_keep_tokens", a->window_keep_tokens != 0, false},
-      {"starts", a->starts != NULL, false},
+      {"starts", a->starts != NULL, true},
       {"mask_array", a->mask_array.data != NULL || a->mask_array.kind != 0, false},
       {"sinks", a->sinks != NULL, false},
       {"alibi_slopes", a->alibi_slopes != NULL, false},
       {"softcap", a->softcap != 0, false},
-      {"pages", a->pages.table != NULL || a->pages.page_tokens != 0, false},
-      {"ring", a->ring.offsets != NULL || a->ring.keep_tokens != 0, false},
+      {"pages", a->pages.table != NULL || a->pages.page_tokens != 0, true},
+      {"ring", a->ring.offsets != NULL || a->ring.keep_tokens != 0, true},
       {"first", a->first.tokens != 0, false},
       {"last", a->last.tokens != 0, false},
   };
@@ -107,19 +109,11 @@ static nyb_status check_supported(const nyb_context *context, const nyb_attentio
   return NYB_OK;
 }
 
-static nyb_status check_lengths(const nyb_attention *a) {
-  for (int64_t b = 0; b < a->batch; b++) {
-    if (a->lengths[b] < 0 || a->lengths[b] > a->capacity_tokens) {
-      return nyb_fail(NYB_ERROR_LENGTH,
-                      "attention.lengths[%lld] is %d; it must be 0 to capacity_tokens, %lld",
-                      (long long)b, (int)a->lengths[b], (long long)a->capacity_tokens);
-    }
-  }
-  return NYB_OK;
-}
+/* ---- Checks: memory -------------------------------------------------------------------------- */
 
 /* Everything that the call reads or writes, as views. */
-enum { MAX_INPUTS = 2 + 2 * NYB_STORED_MAX_VIEWS };
+/* q; lengths, starts, page table, ring offsets and last_begins; K and V of each part. */
+enum { MAX_INPUTS = 1 + 5 + 2 * NYB_STORED_MAX_VIEWS * NYB_PART_COUNT };
 typedef struct call_views {
   nyb_view inputs[MAX_INPUTS];
   int input_count;
@@ -127,20 +121,58 @@ typedef struct call_views {
   int output_count;
 } call_views;
 
-static call_views views_of(const nyb_attention *a, const nyb_row_layout *key,
-                           const nyb_row_layout *value) {
+/* [rows] of `count` int32, `stride` apart. */
+static void add_int32(call_views *v, const char *owner, const char *member, const int32_t *data,
+                      int64_t rows, int64_t count, int64_t stride) {
+  v->inputs[v->input_count++] = (nyb_view){.owner = owner,
+                                           .member = member,
+                                           .data = data,
+                                           .element_bytes = sizeof *data,
+                                           .row_elements = count,
+                                           .rank = 1,
+                                           .shape = {rows},
+                                           .stride = {stride}};
+}
+
+static void add_sequence_numbers(call_views *v, const nyb_attention *a) {
+  add_int32(v, "attention", "lengths", a->lengths, 1, a->batch, 0);
+  if (a->starts != NULL) add_int32(v, "attention", "starts", a->starts, 1, a->batch, 0);
+  if (nyb_is_paged(a)) {
+    add_int32(v, "attention.pages", "table", a->pages.table, a->batch, nyb_pages_per_sequence(a),
+              a->pages.table_stride);
+  }
+  if (a->ring.offsets != NULL || a->ring.keep_tokens != 0) {
+    add_int32(v, "attention.ring", "offsets", a->ring.offsets, 1, a->batch, 0);
+  }
+  if (a->last.tokens > 0) {
+    add_int32(v, "attention", "last_begins", a->last_begins, 1, a->batch, 0);
+  }
+}
+
+/* K and V of one part. */
+static void add_stored(call_views *v, const nyb_attention_call *call, nyb_part_id part) {
+  static const char *const keys[] = {"attention.k", "attention.first.k", "attention.last.k"};
+  static const char *const values[] = {"attention.v", "attention.first.v", "attention.last.v"};
+  const nyb_attention *a = call->attention;
+  const bool paged = nyb_is_paged(a);
+  const int64_t shape[3] = {paged ? a->pages.page_count : a->batch, a->kv_heads,
+                            paged ? a->pages.page_tokens : nyb_part_tokens(a, part)};
+  v->input_count += nyb_stored_views(&call->keys[part], nyb_part_keys(a, part), keys[part], shape,
+                                     v->inputs + v->input_count);
+  v->input_count += nyb_stored_views(&call->values[part], nyb_part_values(a, part), values[part],
+                                     shape, v->inputs + v->input_count);
+}
+
+static call_views views_of(const nyb_attention_call *call) {
+  const nyb_attention *a = call->attention;
   const int64_t query_rows[3] = {a->batch, a->query_heads, a->query_len};
-  const int64_t tokens[3] = {a->batch, a->kv_heads, a->capacity_tokens};
-  call_views v = {.input_count = 2, .output_count = 1};
+  call_views v = {.input_count = 1, .output_count = 1};
   v.inputs[0] = nyb_rows_view("attention.q", "data", a->q.data, nyb_dtype_bytes(a->q.dtype),
                               a->key_dim, query_rows, a->q.stride);
-  v.inputs[1] = (nyb_view){.owner = "attention",
-                           .member = "lengths",
-                           .data = a->lengths,
-                           .element_bytes = sizeof *a->lengths,
-                           .row_elements = a->batch};
-  v.input_count += nyb_stored_views(key, &a->k, "attention.k", tokens, v.inputs + v.input_count);
-  v.input_count += nyb_stored_views(value, &a->v, "attention.v", tokens, v.inputs + v.input_count);
+  add_sequence_numbers(&v, a);
+  for (int part = 0; part < NYB_PART_COUNT; part++) {
+    if (nyb_has_part(a, (nyb_part_id)part)) add_stored(&v, call, (nyb_part_id)part);
+  }
   v.outputs[0] = nyb_rows_view("attention.out", "data", a->out.data, nyb_dtype_bytes(a->out.dtype),
                                a->value_dim, query_rows, a->out.stride);
   if (a->lse.data != NULL) {
@@ -182,6 +214,28 @@ static nyb_status check_views(const call_views *v, const nyb_extent *workspace, 
   return NYB_OK;
 }
 
+static nyb_status check_formats(nyb_attention_call *call) {
+  static const char *const keys[] = {"attention.k.format", "attention.first.k.format",
+                                     "attention.last.k.format"};
+  static const char *const values[] = {"attention.v.format", "attention.first.v.format",
+                                       "attention.last.v.format"};
+  const nyb_attention *a = call->attention;
+  for (int i = 0; i < NYB_PART_COUNT; i++) {
+    const nyb_part_id part = (nyb_part_id)i;
+    if (!nyb_has_part(a, part)) continue;
+    nyb_status status = nyb_format_check(&nyb_part_keys(a, part)->format, keys[i], a->key_dim,
+                                         "attention.key_dim", &call->keys[i]);
+    if (status == NYB_OK) {
+      status = nyb_format_check(&nyb_part_values(a, part)->format, values[i], a->value_dim,
+                                "attention.value_dim", &call->values[i]);
+    }
+    if (status != NYB_OK) return status;
+  }
+  call->key_format = call->keys[NYB_PART_MIDDLE].id;
+  call->value_format = call->values[NYB_PART_MIDDLE].id;
+  return NYB_OK;
+}
+
 /* All checks that need no workspace; fills *call and *views. */
 static nyb_status check(nyb_context *context, const nyb_attention *a, nyb_attention_call *call,
                         call_views *views) {
@@ -193,22 +247,13 @@ static nyb_status check(nyb_context *context, const nyb_attention *a, nyb_attent
   if (status == NYB_OK) status = check_sizes(a);
   if (status == NYB_OK) status = check_choices(a);
   if (status == NYB_OK) status = check_supported(context, a);
+  if (status == NYB_OK) status = nyb_check_places(a);
   if (status != NYB_OK) return status;
-  nyb_row_layout key, value;
-  status =
-      nyb_format_check(&a->k.format, "attention.k.format", a->key_dim, "attention.key_dim", &key);
-  if (status == NYB_OK) {
-    status = nyb_format_check(&a->v.format, "attention.v.format", a->value_dim,
-                              "attention.value_dim", &value);
-  }
-  if (status != NYB_OK) return status;
-  *call = (nyb_attention_call){.context = context,
-                               .attention = a,
-                               .key_format = key.id,
-                               .value_format = value.id,
-                               .heads_per_kv = a->query_heads / a->kv_heads};
-  *views = views_of(a, &key, &value);
-  return NYB_OK;
+  *call = (nyb_attention_call){
+      .context = context, .attention = a, .heads_per_kv = a->query_heads / a->kv_heads};
+  status = check_formats(call);
+  if (status == NYB_OK) *views = views_of(call);
+  return status;
 }
 
 /* ---- Choosing the path ---------------------------------------------------------------------- */
@@ -309,7 +354,7 @@ nyb_status nyb_attention_run(nyb_context *context, const nyb_attention *attentio
   nyb_extent workspace_extent;
   status = nyb_extent_of(&workspace_view, &workspace_extent);
   if (status == NYB_OK) status = check_views(&views, &workspace_extent, false);
-  if (status == NYB_OK && !on_cuda) status = check_lengths(attention);
+  if (status == NYB_OK && !on_cuda) status = nyb_check_place_values(attention);
   if (status != NYB_OK) return status;
 
   if (on_cuda) {

@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 
 #include "attention.h"
+#include "attention_places.h"
 #include "format.h"
 #include "numeric.h"
 
@@ -17,7 +18,7 @@ typedef struct compat_run {
 } compat_run;
 
 static int64_t score_row_bytes(const nyb_attention *a) {
-  return (a->capacity_tokens * (int64_t)sizeof(float) + 63) / 64 * 64;
+  return (nyb_room_tokens(a) * (int64_t)sizeof(float) + 63) / 64 * 64;
 }
 
 static int64_t row_bytes(int64_t dim) { return (dim * (int64_t)sizeof(float) + 63) / 64 * 64; }
@@ -43,6 +44,16 @@ static float element_at(const nyb_format *format, const nyb_stored_row *row, int
          nyb_load_f32(row->biases, format->dtype, group);
 }
 
+/* The row of a token, in whichever part it stands, and its format. */
+static nyb_stored_row row_at(const nyb_attention *a, bool is_value, int64_t batch, int64_t kv_head,
+                             int64_t token, const nyb_format **format) {
+  const nyb_place place = nyb_place_of(a, batch, token);
+  const nyb_stored *stored =
+      is_value ? nyb_part_values(a, place.part) : nyb_part_keys(a, place.part);
+  *format = &stored->format;
+  return nyb_stored_row_at(stored, place.batch, kv_head, place.row);
+}
+
 static void attend_row(const compat_run *run, int64_t index, char *memory) {
   const nyb_attention *a = run->call->attention;
   float *scores = (float *)(void *)memory;
@@ -53,14 +64,15 @@ static void attend_row(const compat_run *run, int64_t index, char *memory) {
   const int64_t batch = index / a->query_len / a->query_heads;
   const int64_t kv_head = head / run->call->heads_per_kv;
   const nyb_dtype round_to = a->rounding == NYB_ROUNDING_MLX ? a->q.dtype : NYB_F32;
-  const int64_t visible = nyb_visible_tokens(a, a->lengths[batch], row);
+  const int64_t visible = nyb_visible_tokens(a, nyb_sequence_tokens(a, batch), row);
 
   nyb_load_query(a, batch, head, row, q);
   float maximum = -INFINITY;
   for (int64_t n = 0; n < visible; n++) {
-    const nyb_stored_row key = nyb_stored_row_at(&a->k, batch, kv_head, n);
+    const nyb_format *format;
+    const nyb_stored_row key = row_at(a, false, batch, kv_head, n, &format);
     float score = 0;
-    for (int64_t d = 0; d < a->key_dim; d++) score += q[d] * element_at(&a->k.format, &key, d);
+    for (int64_t d = 0; d < a->key_dim; d++) score += q[d] * element_at(format, &key, d);
     scores[n] = nyb_round_to(round_to, score);
     if (scores[n] > maximum) maximum = scores[n]; /* a NaN is no maximum, but makes the sum NaN */
   }
@@ -75,8 +87,9 @@ static void attend_row(const compat_run *run, int64_t index, char *memory) {
   for (int64_t d = 0; d < a->value_dim; d++) out[d] = 0;
   for (int64_t n = 0; n < visible; n++) {
     const float p = nyb_round_to(round_to, scores[n] * reciprocal);
-    const nyb_stored_row value = nyb_stored_row_at(&a->v, batch, kv_head, n);
-    for (int64_t d = 0; d < a->value_dim; d++) out[d] += p * element_at(&a->v.format, &value, d);
+    const nyb_format *format;
+    const nyb_stored_row value = row_at(a, true, batch, kv_head, n, &format);
+    for (int64_t d = 0; d < a->value_dim; d++) out[d] += p * element_at(format, &value, d);
   }
   nyb_store_row(a, batch, head, row, out, visible == 0 ? -INFINITY : maximum + logf(sum));
 }

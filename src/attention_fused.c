@@ -15,6 +15,7 @@
 #include <string.h>
 
 #include "attention.h"
+#include "attention_places.h"
 #include "format.h"
 
 enum {
@@ -39,6 +40,9 @@ typedef struct worker_memory {
   char *prepared;
   float *scores; /* [NYB_TILE_ROWS][NYB_TILE_TOKENS] */
   row_state chunk, folded;
+  row_state piece; /* of a sequence in parts */
+  float *row;      /* [nyb_padded_dim(value_dim)] */
+  char *gathered;  /* a tile whose rows do not follow each other */
   float *rescale;
   int32_t *visible;
   void *scratch;
@@ -56,18 +60,27 @@ static row_state row_state_at(char *memory, const nyb_attention *a, int64_t rows
   return state;
 }
 
-/* The queries' memory also takes a finished row. */
-static int64_t q_bytes(const nyb_attention *a) {
-  const int64_t queries = NYB_TILE_ROWS * nyb_padded_dim(a->key_dim);
-  const int64_t row = nyb_padded_dim(a->value_dim);
-  return (queries > row ? queries : row) * (int64_t)sizeof(float);
+static int64_t floats_bytes(int64_t dim) { return nyb_padded_dim(dim) * (int64_t)sizeof(float); }
+
+/* A tile of the longest of the call's stored rows: room for K's and V's in turn. */
+static int64_t gathered_bytes(const nyb_attention_call *call) {
+  int64_t longest = 0; /* the layouts of parts that there are not are zeros */
+  for (int part = 0; part < NYB_PART_COUNT; part++) {
+    const int64_t key = call->keys[part].row_bytes, value = call->values[part].row_bytes;
+    if (key > longest) longest = key;
+    if (value > longest) longest = value;
+  }
+  return NYB_TILE_TOKENS * longest;
 }
 
 enum { SCORE_BYTES = NYB_TILE_ROWS * NYB_TILE_TOKENS * 4, SMALL_BYTES = NYB_TILE_ROWS * 4 };
 
-static int64_t worker_bytes(const nyb_attention *a) {
-  return q_bytes(a) + NYB_TILE_ROWS * nyb_prepared_bytes(a->key_dim) + SCORE_BYTES +
-         2 * row_state_bytes(a, NYB_TILE_ROWS) + 2 * SMALL_BYTES + NYB_TILE_SCRATCH_BYTES;
+static int64_t worker_bytes(const nyb_attention_call *call) {
+  const nyb_attention *a = call->attention;
+  const int64_t states = nyb_has_parts(a) ? 3 : 2;
+  return NYB_TILE_ROWS * (floats_bytes(a->key_dim) + nyb_prepared_bytes(a->key_dim)) + SCORE_BYTES +
+         states * row_state_bytes(a, NYB_TILE_ROWS) + floats_bytes(a->value_dim) +
+         gathered_bytes(call) + 2 * SMALL_BYTES + NYB_TILE_SCRATCH_BYTES;
 }
 
 static char *take(char **memory, int64_t bytes) {
@@ -76,14 +89,18 @@ static char *take(char **memory, int64_t bytes) {
   return taken;
 }
 
-static worker_memory worker_memory_at(char *memory, const nyb_attention *a) {
-  worker_memory w;
-  w.q = (float *)(void *)take(&memory, q_bytes(a));
+static worker_memory worker_memory_at(char *memory, const nyb_attention_call *call) {
+  const nyb_attention *a = call->attention;
+  worker_memory w = {0};
+  w.q = (float *)(void *)take(&memory, NYB_TILE_ROWS * floats_bytes(a->key_dim));
   w.prepared = take(&memory, NYB_TILE_ROWS * nyb_prepared_bytes(a->key_dim));
   w.scores = (float *)(void *)take(&memory, SCORE_BYTES);
   const int64_t state_bytes = row_state_bytes(a, NYB_TILE_ROWS);
   w.chunk = row_state_at(take(&memory, state_bytes), a, NYB_TILE_ROWS);
   w.folded = row_state_at(take(&memory, state_bytes), a, NYB_TILE_ROWS);
+  if (nyb_has_parts(a)) w.piece = row_state_at(take(&memory, state_bytes), a, NYB_TILE_ROWS);
+  w.row = (float *)(void *)take(&memory, floats_bytes(a->value_dim));
+  w.gathered = take(&memory, gathered_bytes(call));
   w.rescale = (float *)(void *)take(&memory, SMALL_BYTES);
   w.visible = (int32_t *)(void *)take(&memory, SMALL_BYTES);
   w.scratch = memory;
@@ -113,29 +130,36 @@ static int64_t units_per_sequence(const nyb_attention_call *call) {
 static int64_t partial_bytes(const nyb_attention_call *call) {
   const nyb_attention *a = call->attention;
   const int64_t threads = call->context->threads, shares = SHARES_PER_THREAD * threads;
-  if (threads == 1 || a->capacity_tokens <= NYB_CHUNK_TOKENS) return 0;
+  if (threads == 1 || nyb_room_tokens(a) <= NYB_CHUNK_TOKENS) return 0;
   const int64_t all_units = a->batch * units_per_sequence(call);
   const int64_t units = all_units < shares ? all_units : shares;
   const int64_t state_bytes = row_state_bytes(a, rows_per_unit(call));
-  const int64_t wanted = (units * chunks_of(a->capacity_tokens) + 1) * state_bytes;
+  const int64_t wanted = (units * chunks_of(nyb_room_tokens(a)) + 1) * state_bytes;
   const int64_t least = (WAVE_CHUNKS_PER_THREAD * threads + 1) * state_bytes;
   const int64_t most = least > MAX_PARTIAL_BYTES ? least : MAX_PARTIAL_BYTES;
   return wanted < most ? wanted : most;
 }
 
 int64_t nyb_attention_fused_workspace(const nyb_attention_call *call) {
-  return call->context->threads * worker_bytes(call->attention) + partial_bytes(call);
+  return call->context->threads * worker_bytes(call) + partial_bytes(call);
 }
 
-/* ---- One chunk of one unit ------------------------------------------------------------------ */
+/* ---- A run, and its units ------------------------------------------------------------------- */
+
+/* One part of the sequences. */
+typedef struct part_run {
+  nyb_part_rows k, v;
+  nyb_attention_queries_fn queries;
+  nyb_attention_scores_fn scores;
+  nyb_attention_values_fn values;
+  nyb_attention_columns_fn columns;
+} part_run;
 
 typedef struct fused_run {
   const nyb_attention_call *call;
-  nyb_attention_queries_fn queries;
-  nyb_attention_scores_fn scores;
   nyb_attention_softmax_fn softmax;
-  nyb_attention_values_fn values;
-  nyb_attention_columns_fn columns;
+  part_run parts[NYB_PART_COUNT]; /* zeros where the call has no such part */
+  bool in_parts;
   bool precise;
   nyb_dtype round_scores_to;
   int64_t units_per_sequence;
@@ -154,20 +178,21 @@ typedef struct fused_run {
 typedef struct unit {
   int64_t batch, kv_head;
   int64_t first_row, rows;
-  int64_t length;
-  int64_t visible; /* tokens that the last row sees: no row sees more */
+  int64_t length;           /* of the sequence alone, from its start on */
+  int64_t visible;          /* tokens that the last row sees: no row sees more */
+  const part_run *prepared; /* for whose keys the worker's queries are prepared, or NULL */
 } unit;
 
 static unit unit_at(const fused_run *run, int64_t index) {
   const nyb_attention *a = run->call->attention;
   const int64_t all_rows = rows_per_kv_head(run->call);
-  unit u;
+  unit u = {0};
   u.first_row = (run->blocks - 1 - index % run->blocks) * NYB_TILE_ROWS;
   index /= run->blocks;
   u.kv_head = index % a->kv_heads;
   u.batch = index / a->kv_heads;
   u.rows = all_rows - u.first_row < NYB_TILE_ROWS ? all_rows - u.first_row : NYB_TILE_ROWS;
-  u.length = a->lengths[u.batch];
+  u.length = nyb_sequence_tokens(a, u.batch);
   u.visible = nyb_visible_tokens(a, u.length, (u.first_row + u.rows - 1) / run->call->heads_per_kv);
   return u;
 }
@@ -180,7 +205,7 @@ static int64_t query_row_of(const fused_run *run, const unit *u, int64_t row) {
   return (u->first_row + row) / run->call->heads_per_kv;
 }
 
-static void prepare_queries(const fused_run *run, const unit *u, const worker_memory *memory) {
+static void load_queries(const fused_run *run, const unit *u, const worker_memory *memory) {
   const nyb_attention *a = run->call->attention;
   const int64_t padded = nyb_padded_dim(a->key_dim);
   for (int64_t row = 0; row < u->rows; row++) {
@@ -188,49 +213,56 @@ static void prepare_queries(const fused_run *run, const unit *u, const worker_me
     nyb_load_query(a, u->batch, head_of(run, u, row), query_row_of(run, u, row), q);
     for (int64_t d = a->key_dim; d < padded; d++) q[d] = 0;
   }
-  const nyb_query_block block = {.q = memory->q,
-                                 .rows = u->rows,
-                                 .dim = a->key_dim,
-                                 .group_size = a->k.format.group_size,
-                                 .precise = run->precise,
-                                 .prepared = memory->prepared};
-  run->queries(&block);
 }
 
-static nyb_tile_tokens tile_of(const nyb_stored *stored, int64_t dim, const unit *u, int64_t first,
-                               int64_t tokens) {
-  const bool affine = stored->format.scheme == NYB_AFFINE;
-  const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(stored->format.dtype);
-  const nyb_stored_row row = nyb_stored_row_at(stored, u->batch, u->kv_head, first);
-  return (nyb_tile_tokens){
-      .codes = row.codes,
-      .scales = row.scales,
-      .biases = row.biases,
-      .codes_stride_bytes = stored->codes_stride[2] * (affine ? 4 : scale_bytes),
-      .scales_stride_bytes = affine ? stored->scales_stride[2] * scale_bytes : 0,
-      .biases_stride_bytes = affine ? stored->biases_stride[2] * scale_bytes : 0,
-      .dim = dim,
-      .group_size = stored->format.group_size,
-      .scale_dtype = stored->format.dtype,
-      .tokens = tokens,
-  };
+/* Leaves in memory->prepared what the part's keys are multiplied by. */
+static void prepare_queries(const fused_run *run, unit *u, const part_run *part,
+                            const worker_memory *memory) {
+  const nyb_row_layout *key = &part->k.layout;
+  const nyb_row_layout *prepared = u->prepared == NULL ? NULL : &u->prepared->k.layout;
+  if (prepared == NULL || prepared->id != key->id || prepared->group_size != key->group_size) {
+    const nyb_query_block block = {.q = memory->q,
+                                   .rows = u->rows,
+                                   .dim = part->k.dim,
+                                   .group_size = part->k.stored->format.group_size,
+                                   .precise = run->precise,
+                                   .prepared = memory->prepared};
+    part->queries(&block);
+  }
+  u->prepared = part;
 }
 
-/* Scales and biases are few lines, which are asked for here; codes are left to the kernel. */
-static nyb_ahead ahead_of(const nyb_stored *stored, int64_t dim, const unit *u, int64_t first,
+/* ---- Tiles of tokens ------------------------------------------------------------------------ */
+
+/* Tokens first .. first + tokens - 1 of one part, read where they stand if their rows follow each
+ * other; else their packed rows are gathered. */
+static nyb_tile_tokens tile_of(const fused_run *run, const unit *u, const nyb_part_rows *rows,
+                               int64_t first, int64_t tokens, const worker_memory *memory) {
+  const nyb_attention *a = run->call->attention;
+  const nyb_place place = nyb_place_of(a, u->batch, first);
+  if (place.run >= tokens) return nyb_tile_at(rows, u->kv_head, &place, tokens);
+  return nyb_gather_tile(a, u->batch, u->kv_head, rows, first, tokens, memory->gathered);
+}
+
+typedef enum key_or_value { KEYS, VALUES } key_or_value;
+
+/* Scales and biases are few lines, which are asked for here; codes are left to the kernel. Of a
+ * tile that will be gathered, the rows up to the first gap. */
+static nyb_ahead ahead_of(const fused_run *run, const unit *u, key_or_value which, int64_t first,
                           int64_t end) {
   nyb_ahead ahead = {0};
   if (first >= end) return ahead;
-  const int64_t tokens = end - first < NYB_TILE_TOKENS ? end - first : NYB_TILE_TOKENS;
-  const nyb_tile_tokens tile = tile_of(stored, dim, u, first, tokens);
+  const nyb_place place = nyb_place_of(run->call->attention, u->batch, first);
+  const part_run *part = &run->parts[place.part];
+  const nyb_part_rows *stored = which == KEYS ? &part->k : &part->v;
+  int64_t tokens = end - first < NYB_TILE_TOKENS ? end - first : NYB_TILE_TOKENS;
+  if (place.run < tokens) tokens = place.run;
+  const nyb_tile_tokens tile = nyb_tile_at(stored, u->kv_head, &place, tokens);
   ahead.first = tile.codes;
   ahead.stride_bytes = tile.codes_stride_bytes;
   ahead.rows = tokens;
-  if (stored->format.scheme == NYB_PLAIN) {
-    ahead.row_bytes = dim * (int64_t)nyb_dtype_bytes(stored->format.dtype);
-    return ahead;
-  }
-  ahead.row_bytes = dim * stored->format.bits / 8;
+  ahead.row_bytes = stored->layout.codes_bytes;
+  if (!stored->layout.affine) return ahead;
   const int64_t stride = tile.scales_stride_bytes, step = stride > 64 ? stride : 64;
   for (int64_t byte = 0; byte < tokens * stride; byte += step) {
     __builtin_prefetch(tile.scales + byte);
@@ -239,23 +271,25 @@ static nyb_ahead ahead_of(const nyb_stored *stored, int64_t dim, const unit *u, 
   return ahead;
 }
 
+/* ---- One chunk of one unit ------------------------------------------------------------------ */
+
 /* Rows that see the same number of the tile's tokens are summed together; the others' later tokens
  * are not read for them, whatever stands there. */
-static void add_values(const fused_run *run, const unit *u, int64_t first, nyb_ahead ahead,
-                       const worker_memory *memory) {
-  const nyb_attention *a = run->call->attention;
+static void add_values(const fused_run *run, const unit *u, const part_run *part, nyb_tile_tokens v,
+                       nyb_ahead ahead, const row_state *state, const worker_memory *memory) {
   for (int64_t row = 0, next; row < u->rows; row = next) {
     const int32_t visible = memory->visible[row];
     for (next = row + 1; next < u->rows && memory->visible[next] == visible;) next++;
     if (visible == 0) continue;
+    v.tokens = visible;
     const nyb_value_tile tile = {.weights = memory->scores + row * NYB_TILE_TOKENS,
                                  .rows = next - row,
                                  .precise = run->precise,
-                                 .v = tile_of(&a->v, a->value_dim, u, first, visible),
+                                 .v = v,
                                  .ahead = ahead,
-                                 .out = memory->chunk.values + row * nyb_padded_dim(a->value_dim),
+                                 .out = state->values + row * nyb_padded_dim(v.dim),
                                  .scratch = memory->scratch};
-    run->values(&tile);
+    part->values(&tile);
     ahead.rows = 0;
   }
 }
@@ -272,26 +306,25 @@ static void clear_state(const row_state *state, int64_t rows, int64_t padded_dim
   }
 }
 
-/* Leaves the chunk's result in memory->chunk. */
-static void attend_chunk(const fused_run *run, const unit *u, int64_t chunk,
-                         const worker_memory *memory) {
+/* Leaves in *state, the columns in the order of the part's kernel, what the tokens from `begin` to
+ * `end`, all of one part, come to. The rows up to next_end are fetched ahead. */
+static void attend_tokens(const fused_run *run, unit *u, const part_run *part, int64_t begin,
+                          int64_t end, int64_t next_end, const row_state *state,
+                          const worker_memory *memory) {
   const nyb_attention *a = run->call->attention;
   const int64_t padded = nyb_padded_dim(a->value_dim);
-  const int64_t begin = chunk * NYB_CHUNK_TOKENS;
-  const int64_t end = begin + NYB_CHUNK_TOKENS < u->visible ? begin + NYB_CHUNK_TOKENS : u->visible;
-  /* A whole unit's next chunk follows; of a split one, another worker may have taken it. */
-  const int64_t next_end = u->length > run->longest_unsplit ? end : u->visible;
-  clear_state(&memory->chunk, u->rows, padded);
+  clear_state(state, u->rows, padded);
+  prepare_queries(run, u, part, memory);
   for (int64_t first = begin; first < end; first += NYB_TILE_TOKENS) {
     const int64_t tokens = end - first < NYB_TILE_TOKENS ? end - first : NYB_TILE_TOKENS;
     const nyb_score_tile scores = {.prepared = memory->prepared,
                                    .rows = u->rows,
                                    .precise = run->precise,
-                                   .k = tile_of(&a->k, a->key_dim, u, first, tokens),
-                                   .ahead = ahead_of(&a->v, a->value_dim, u, first, end),
+                                   .k = tile_of(run, u, &part->k, first, tokens, memory),
+                                   .ahead = ahead_of(run, u, VALUES, first, end),
                                    .scores = memory->scores,
                                    .scratch = memory->scratch};
-    run->scores(&scores);
+    part->scores(&scores);
     for (int64_t row = 0; row < u->rows; row++) {
       const int64_t left = nyb_visible_tokens(a, u->length, query_row_of(run, u, row)) - first;
       memory->visible[row] = (int32_t)(left < 0 ? 0 : left < tokens ? left : tokens);
@@ -300,18 +333,19 @@ static void attend_chunk(const fused_run *run, const unit *u, int64_t chunk,
                                       .rows = u->rows,
                                       .visible = memory->visible,
                                       .round_to = run->round_scores_to,
-                                      .maximum = memory->chunk.maximum,
-                                      .sum = memory->chunk.sum,
+                                      .maximum = state->maximum,
+                                      .sum = state->sum,
                                       .rescale = memory->rescale};
     if (run->softmax(&softmax)) {
       for (int64_t row = 0; row < u->rows; row++) {
         if (memory->rescale[row] != 1) {
-          scale_row(memory->chunk.values + row * padded, padded, memory->rescale[row]);
+          scale_row(state->values + row * padded, padded, memory->rescale[row]);
         }
       }
     }
-    const int64_t next = first + NYB_TILE_TOKENS;
-    add_values(run, u, first, ahead_of(&a->k, a->key_dim, u, next, next_end), memory);
+    const int64_t next = first + NYB_TILE_TOKENS < end ? first + NYB_TILE_TOKENS : end;
+    add_values(run, u, part, tile_of(run, u, &part->v, first, tokens, memory),
+               ahead_of(run, u, KEYS, next, next_end), state, memory);
   }
 }
 
@@ -347,21 +381,69 @@ static void fold_row(const row_state *folded, const row_state *next, int64_t row
   folded->maximum[row] = maximum;
 }
 
+/* ---- Chunks --------------------------------------------------------------------------------- */
+
+/* Brings a row's columns from the order of the part's kernel into that of the elements. */
+static void order_columns(const fused_run *run, const part_run *part, const float *from,
+                          float *to) {
+  const nyb_value_columns columns = {.from = from,
+                                     .to = to,
+                                     .dim = part->v.dim,
+                                     .group_size = part->v.stored->format.group_size,
+                                     .precise = run->precise};
+  part->columns(&columns);
+}
+
+/* The pieces of a chunk that stand in different parts come from empty states, too, and are folded
+ * in the order of the elements: each kernel has columns of its own. */
+static void attend_pieces(const fused_run *run, unit *u, int64_t begin, int64_t end,
+                          int64_t next_end, const worker_memory *memory) {
+  const int64_t dim = run->call->attention->value_dim, padded = nyb_padded_dim(dim);
+  clear_state(&memory->chunk, u->rows, padded);
+  for (int64_t first = begin, next; first < end; first = next) {
+    const nyb_place place = nyb_place_of(run->call->attention, u->batch, first);
+    const part_run *part = &run->parts[place.part];
+    next = place.part_end < end ? place.part_end : end;
+    attend_tokens(run, u, part, first, next, next_end, &memory->piece, memory);
+    for (int64_t row = 0; row < u->rows; row++) {
+      float *values = memory->piece.values + row * padded;
+      order_columns(run, part, values, memory->row);
+      memcpy(values, memory->row, (size_t)dim * sizeof(float));
+      fold_row(&memory->chunk, &memory->piece, row, padded);
+    }
+  }
+}
+
+/* Leaves the chunk's result in memory->chunk. */
+static void attend_chunk(const fused_run *run, unit *u, int64_t chunk,
+                         const worker_memory *memory) {
+  const int64_t begin = chunk * NYB_CHUNK_TOKENS;
+  const int64_t end = begin + NYB_CHUNK_TOKENS < u->visible ? begin + NYB_CHUNK_TOKENS : u->visible;
+  /* A whole unit's next chunk follows; of a split one, another worker may have taken it. */
+  const int64_t next_end = u->length > run->longest_unsplit ? end : u->visible;
+  if (run->in_parts) {
+    attend_pieces(run, u, begin, end, next_end, memory);
+  } else {
+    attend_tokens(run, u, &run->parts[NYB_PART_MIDDLE], begin, end, next_end, &memory->chunk,
+                  memory);
+  }
+}
+
 static void finish_row(const fused_run *run, const unit *u, const row_state *state, int64_t row,
                        const worker_memory *memory) {
   const nyb_attention *a = run->call->attention;
   const int64_t head = head_of(run, u, row), query_row = query_row_of(run, u, row);
-  float *out = memory->q;
+  const float *values = state->values + row * nyb_padded_dim(a->value_dim);
+  float *out = memory->row;
   float lse = -INFINITY;
   if (nyb_visible_tokens(a, u->length, query_row) == 0) {
     memset(out, 0, (size_t)a->value_dim * sizeof(float));
   } else { /* a row whose scores are all -inf becomes 0/0 */
-    const nyb_value_columns columns = {.from = state->values + row * nyb_padded_dim(a->value_dim),
-                                       .to = out,
-                                       .dim = a->value_dim,
-                                       .group_size = a->v.format.group_size,
-                                       .precise = run->precise};
-    run->columns(&columns);
+    if (run->in_parts) {
+      memcpy(out, values, (size_t)a->value_dim * sizeof(float));
+    } else {
+      order_columns(run, &run->parts[NYB_PART_MIDDLE], values, out);
+    }
     for (int64_t d = 0; d < a->value_dim; d++) out[d] /= state->sum[row];
     lse = state->maximum[row] + logf(state->sum[row]);
   }
@@ -371,11 +453,11 @@ static void finish_row(const fused_run *run, const unit *u, const row_state *sta
 /* ---- Whole units, and split ones ------------------------------------------------------------ */
 
 static void run_unit(const fused_run *run, int64_t index, const worker_memory *memory) {
-  const unit u = unit_at(run, index);
+  unit u = unit_at(run, index);
   const int64_t padded = nyb_padded_dim(run->call->attention->value_dim);
   if (u.length > run->longest_unsplit) return;
   clear_state(&memory->folded, u.rows, padded);
-  if (u.visible > 0) prepare_queries(run, &u, memory);
+  if (u.visible > 0) load_queries(run, &u, memory);
   for (int64_t chunk = 0; chunk < chunks_of(u.visible); chunk++) {
     attend_chunk(run, &u, chunk, memory);
     for (int64_t row = 0; row < u.rows; row++) {
@@ -399,8 +481,8 @@ static split_sequence next_sequence(const fused_run *run, const split_sequence *
     next.first_unit = before->first_unit + before->units;
     next.first_chunk = before->first_chunk + before->units * before->chunks_per_unit;
   }
-  const int64_t length =
-      next.batch < run->call->attention->batch ? run->call->attention->lengths[next.batch] : 0;
+  const nyb_attention *a = run->call->attention;
+  const int64_t length = next.batch < a->batch ? nyb_sequence_tokens(a, next.batch) : 0;
   if (length > run->longest_unsplit) {
     next.units = run->units_per_sequence;
     next.chunks_per_unit = chunks_of(length);
@@ -442,11 +524,11 @@ static row_state partial_of(const fused_run *run, int64_t chunk) {
 static void run_chunk(const fused_run *run, split_sequence *s, int64_t chunk,
                       worker_memory memory) {
   const int64_t index = unit_of_chunk(run, s, chunk);
-  const split_unit split = split_unit_at(run, s, index);
+  split_unit split = split_unit_at(run, s, index);
   const int64_t of_unit = chunk - split.first_chunk;
   if (of_unit >= chunks_of(split.unit.visible)) return;
   memory.chunk = partial_of(run, chunk);
-  prepare_queries(run, &split.unit, &memory);
+  load_queries(run, &split.unit, &memory);
   attend_chunk(run, &split.unit, of_unit, &memory);
 }
 
@@ -474,8 +556,7 @@ static void fold_split(const fused_run *run, split_sequence *s, int64_t index, i
 /* ---- Workers -------------------------------------------------------------------------------- */
 
 static worker_memory memory_of(const fused_run *run, int64_t worker) {
-  const nyb_attention *a = run->call->attention;
-  return worker_memory_at(run->workspace + worker * worker_bytes(a), a);
+  return worker_memory_at(run->workspace + worker * worker_bytes(run->call), run->call);
 }
 
 static int64_t next_of(fused_run *run) {
@@ -553,11 +634,11 @@ static void run_waves(fused_run *run) {
   const nyb_attention *a = call->attention;
   double all_tokens = 0;
   int64_t all_chunks = 0;
-  for (int64_t b = 0; b < a->batch; b++) all_tokens += a->lengths[b];
+  for (int64_t b = 0; b < a->batch; b++) all_tokens += (double)nyb_sequence_tokens(a, b);
   run->longest_unsplit = longest_unsplit(call, all_tokens);
   for (int64_t b = 0; b < a->batch; b++) {
-    if (a->lengths[b] <= run->longest_unsplit) continue;
-    all_chunks += run->units_per_sequence * chunks_of(a->lengths[b]);
+    const int64_t tokens = nyb_sequence_tokens(a, b);
+    if (tokens > run->longest_unsplit) all_chunks += run->units_per_sequence * chunks_of(tokens);
   }
   run->whole_units = a->batch * run->units_per_sequence;
   const double elements =
@@ -575,32 +656,64 @@ static void run_waves(fused_run *run) {
   }
 }
 
+static part_run part_of(const nyb_attention_call *call, nyb_part_id part) {
+  const nyb_attention *a = call->attention;
+  const nyb_context *context = call->context;
+  const nyb_format_id key = call->keys[part].id, value = call->values[part].id;
+  return (part_run){
+      .k = {nyb_part_keys(a, part), call->keys[part], a->key_dim},
+      .v = {nyb_part_values(a, part), call->values[part], a->value_dim},
+      .queries =
+          (nyb_attention_queries_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_QUERIES, key),
+      .scores =
+          (nyb_attention_scores_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_SCORES, key),
+      .values =
+          (nyb_attention_values_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_VALUES, value),
+      .columns =
+          (nyb_attention_columns_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_COLUMNS, value),
+  };
+}
+
+/* Each kernel counts once for the call, in however many parts it works. */
+static void count_kernels(const fused_run *run) {
+  nyb_context *context = run->call->context;
+  bool keys[NYB_FORMAT_COUNT] = {false}, values[NYB_FORMAT_COUNT] = {false};
+  for (int i = 0; i < NYB_PART_COUNT; i++) {
+    const part_run *part = &run->parts[i];
+    if (part->scores == NULL) continue;
+    keys[part->k.layout.id] = values[part->v.layout.id] = true;
+  }
+  for (int id = 0; id < NYB_FORMAT_COUNT; id++) {
+    if (keys[id]) {
+      nyb_count_kernel(context, NYB_OPERATION_ATTENTION_QUERIES, (nyb_format_id)id);
+      nyb_count_kernel(context, NYB_OPERATION_ATTENTION_SCORES, (nyb_format_id)id);
+    }
+    if (values[id]) {
+      nyb_count_kernel(context, NYB_OPERATION_ATTENTION_VALUES, (nyb_format_id)id);
+      nyb_count_kernel(context, NYB_OPERATION_ATTENTION_COLUMNS, (nyb_format_id)id);
+    }
+  }
+  nyb_count_kernel(context, NYB_OPERATION_ATTENTION_SOFTMAX, NYB_FORMAT_PLAIN_F32);
+}
+
 void nyb_attention_fused_run(const nyb_attention_call *call, char *workspace) {
   nyb_context *context = call->context;
   const nyb_attention *a = call->attention;
   fused_run run = {
-      .columns = (nyb_attention_columns_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_COLUMNS,
-                                                          call->value_format),
       .call = call,
-      .queries = (nyb_attention_queries_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_QUERIES,
-                                                          call->key_format),
-      .scores = (nyb_attention_scores_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_SCORES,
-                                                        call->key_format),
       .softmax = (nyb_attention_softmax_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_SOFTMAX,
                                                           NYB_FORMAT_PLAIN_F32),
-      .values = (nyb_attention_values_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_VALUES,
-                                                        call->value_format),
+      .in_parts = nyb_has_parts(a),
       .precise = a->q.dtype == NYB_F32 || a->out.dtype == NYB_F32,
       .round_scores_to = a->rounding == NYB_ROUNDING_MLX ? a->q.dtype : NYB_F32,
       .units_per_sequence = units_per_sequence(call),
       .blocks = units_per_sequence(call) / a->kv_heads,
       .workspace = workspace,
-      .partials = workspace + context->threads * worker_bytes(a),
+      .partials = workspace + context->threads * worker_bytes(call),
   };
+  for (int part = 0; part < NYB_PART_COUNT; part++) {
+    if (nyb_has_part(a, (nyb_part_id)part)) run.parts[part] = part_of(call, (nyb_part_id)part);
+  }
   run_waves(&run);
-  nyb_count_kernel(context, NYB_OPERATION_ATTENTION_QUERIES, call->key_format);
-  nyb_count_kernel(context, NYB_OPERATION_ATTENTION_SCORES, call->key_format);
-  nyb_count_kernel(context, NYB_OPERATION_ATTENTION_SOFTMAX, NYB_FORMAT_PLAIN_F32);
-  nyb_count_kernel(context, NYB_OPERATION_ATTENTION_VALUES, call->value_format);
-  nyb_count_kernel(context, NYB_OPERATION_ATTENTION_COLUMNS, call->value_format);
+  count_kernels(&run);
 }

@@ -141,6 +141,10 @@ typedef enum scene_fault {
 scene_fault scene_compare(attention_scene *scene, const scene_expected *expected, double *worst,
                           char *text, size_t text_size);
 
+/* Whether anything but the outputs' own elements was written by the last run, which `text` tells.
+ * The outputs' elements are lost. */
+bool scene_strays(attention_scene *scene, char *text, size_t text_size);
+
 /* Copies the outputs' bits, in order [batch, head, row, element], lse last; scene_bits_bytes() of
  * them. For comparing runs with each other. */
 int64_t scene_bits_bytes(const attention_scene *scene);

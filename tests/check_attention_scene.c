@@ -457,7 +457,7 @@ static void restore_outputs(attention_scene *scene) {
 }
 
 /* All but the outputs' own elements must be as it was. */
-static bool find_stray_write(attention_scene *scene, char *text, size_t text_size) {
+bool scene_strays(attention_scene *scene, char *text, size_t text_size) {
   restore_outputs(scene);
   static const char *const names[] = {"q",        "k.codes",  "k.scales", "k.biases", "v.codes",
                                       "v.scales", "v.biases", "out",      "lse"};
@@ -540,7 +540,7 @@ scene_fault scene_compare(attention_scene *scene, const scene_expected *e, doubl
       return SCENE_BAD_OUT;
     }
   }
-  return find_stray_write(scene, text, text_size) ? SCENE_STRAY_WRITE : SCENE_GOOD;
+  return scene_strays(scene, text, text_size) ? SCENE_STRAY_WRITE : SCENE_GOOD;
 }
 
 /* ---- Bits --------------------------------------------------------------------------------- */
