@@ -543,9 +543,10 @@ typedef struct nyb_cache_options {
 
 typedef struct nyb_cache_usage {
   size_t struct_size;
-  int64_t used_bytes;      /* tokens held, codes + scales + biases, over all sequences */
+  int64_t used_bytes;      /* tokens held, codes + scales + biases, over all sequences; those of
+                              shared pages once */
   int64_t allocated_bytes; /* what the allocator gave for them */
-  int64_t capacity_tokens; /* of each sequence */
+  int64_t capacity_tokens; /* of each sequence; of the pool, in pages that they share */
   int64_t reallocations;   /* since creation */
   int64_t copied_bytes;    /* moved by growing, since creation */
 } nyb_cache_usage;
@@ -573,7 +574,9 @@ typedef struct nyb_append {
 /* Appends tokens to every sequence: one pass, no copy. On failure the cache holds what it held. */
 NYB_API nyb_status nyb_cache_append(nyb_cache *cache, const nyb_append *append, nyb_stream stream);
 
-/* Makes room for `tokens` tokens in each sequence, so that appends up to there do not allocate. */
+/* Makes room for `tokens` tokens in each sequence, so that appends up to there do not allocate. A
+ * rotating cache makes room for its window at most, and grows for an append of more than one token;
+ * a paged one still takes pages for copies of shared ones. */
 NYB_API nyb_status nyb_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_stream stream);
 
 #define NYB_ALL_SEQUENCES (-1)
@@ -584,6 +587,13 @@ NYB_API nyb_status nyb_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_strea
 NYB_API nyb_status nyb_cache_trim(nyb_cache *cache, int64_t sequence, int64_t tokens,
                                   int64_t *trimmed, nyb_stream stream);
 
+/* Sequence i becomes what sequence sources[i] was, for i < count: beam search (reorder, duplicate),
+ * continuous batching (drop, duplicate). The batch is `count` afterwards, 1 to 2^30; rows move
+ * within the memory there is while that has room for so many sequences. On failure the cache holds
+ * what it held. */
+NYB_API nyb_status nyb_cache_reorder(nyb_cache *cache, const int64_t *sources, int64_t count,
+                                     nyb_stream stream);
+
 /* Empties the cache; memory is kept. */
 NYB_API nyb_status nyb_cache_reset(nyb_cache *cache, nyb_stream stream);
 
@@ -592,9 +602,12 @@ NYB_API nyb_status nyb_cache_reset(nyb_cache *cache, nyb_stream stream);
  * This waits for the stream and takes the host's counts from the device. On the CPU: nothing. */
 NYB_API nyb_status nyb_cache_refresh(nyb_cache *cache, nyb_stream stream);
 
-/* Tokens of a sequence, as the host counts them; -1, with nyb_last_error(), for one that does not
- * exist. */
+/* Tokens of a sequence, as the host counts them, those that a window has passed over too: the
+ * position of the next one. -1, with nyb_last_error(), for a sequence that does not exist. */
 NYB_API int64_t nyb_cache_length(const nyb_cache *cache, int64_t sequence);
+
+/* Tokens of a sequence that the cache still holds, which is what a view's lengths say. */
+NYB_API int64_t nyb_cache_held_tokens(const nyb_cache *cache, int64_t sequence);
 
 NYB_API nyb_status nyb_cache_get_usage(const nyb_cache *cache, nyb_cache_usage *usage);
 

@@ -1,37 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The KV cache: one layer's keys and values, quantized as they come. Here are the checks of every
- * backend and the CPU's cache; what lies in device memory is src/cuda/cache.c's. */
+/* The KV cache: one layer's keys and values, quantized as they come. Here are the public calls and
+ * the checks of every backend; cache.h says where the rest is. */
 #include "cache.h"
 
 #include <inttypes.h>
-#include <stdatomic.h>
-#include <stdio.h>
 #include <string.h>
 
 #include "cuda/operations.h"
 #include "quantize.h"
 #include "views.h"
-
-#define NYB_SMALLEST_CAPACITY_TOKENS 64 /* of a cache that grows on its own */
-
-/* An append is cut into tasks of about this many elements, and a small one is not cut at all:
- * waking another thread takes as long as quantizing some thousands of elements. */
-#define NYB_APPEND_TASK_ELEMENTS ((int64_t)1 << 14)
-/* Moving fewer bytes than this is not worth waking threads for. */
-#define NYB_PARALLEL_COPY_BYTES ((int64_t)1 << 20)
-
-static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-static int64_t plane_count(const nyb_cache *cache) { return cache->batch * cache->kv_heads; }
-
-int64_t nyb_cache_longest(const nyb_cache *cache) {
-  int64_t length = 0;
-  for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
-    length = larger(length, cache->lengths[sequence]);
-  }
-  return length;
-}
 
 static bool on_cuda(const nyb_cache *cache) { return nyb_on_cuda(cache->context); }
 
@@ -43,127 +20,6 @@ static nyb_status check_cache(const nyb_cache *cache) {
 static nyb_status check_call(const nyb_cache *cache, nyb_stream stream) {
   const nyb_status status = check_cache(cache);
   return status == NYB_OK ? nyb_check_stream(cache->context, stream) : status;
-}
-
-/* ---- Memory ------------------------------------------------------------------------------- */
-
-static nyb_status fail_size(const nyb_cache *cache, int64_t capacity_tokens) {
-  return nyb_fail(NYB_ERROR_SHAPE,
-                  "%" PRId64 " tokens of batch %" PRId64 ", kv_heads %" PRId64 ", key_dim %" PRId64
-                  " and value_dim %" PRId64 " take more bytes than int64 counts",
-                  capacity_tokens, cache->batch, cache->kv_heads, cache->part[NYB_KEY].dim,
-                  cache->part[NYB_VALUE].dim);
-}
-
-nyb_status nyb_cache_size_storage(const nyb_cache *cache, int64_t capacity_tokens,
-                                  nyb_cache_storage *storage) {
-  *storage = (nyb_cache_storage){.capacity_tokens = capacity_tokens};
-  for (int part = 0; part < NYB_CACHE_PARTS; part++) {
-    for (int array = 0; array < NYB_CACHE_ARRAYS; array++) {
-      int64_t bytes;
-      if (__builtin_mul_overflow(cache->part[part].row_bytes[array], capacity_tokens, &bytes) ||
-          bytes > INT64_MAX - NYB_PLANE_ALIGNMENT) {
-        return fail_size(cache, capacity_tokens);
-      }
-      bytes = (bytes + NYB_PLANE_ALIGNMENT - 1) / NYB_PLANE_ALIGNMENT * NYB_PLANE_ALIGNMENT;
-      storage->plane_bytes[part][array] = bytes;
-      if (__builtin_mul_overflow(bytes, plane_count(cache), &bytes) ||
-          __builtin_add_overflow(storage->bytes, bytes, &storage->bytes)) {
-        return fail_size(cache, capacity_tokens);
-      }
-    }
-  }
-  return NYB_OK;
-}
-
-void nyb_cache_place_arrays(const nyb_cache *cache, nyb_cache_storage *storage) {
-  char *next = storage->block;
-  for (int part = 0; part < NYB_CACHE_PARTS; part++) {
-    for (int array = 0; array < NYB_CACHE_ARRAYS; array++) {
-      if (storage->plane_bytes[part][array] == 0) continue;
-      storage->array[part][array] = next;
-      next += storage->plane_bytes[part][array] * plane_count(cache);
-    }
-  }
-}
-
-static nyb_status make_storage(const nyb_cache *cache, int64_t capacity_tokens,
-                               nyb_cache_storage *storage) {
-  const nyb_status status = nyb_cache_size_storage(cache, capacity_tokens, storage);
-  if (status != NYB_OK || storage->bytes == 0) return status;
-  if ((uint64_t)storage->bytes <= SIZE_MAX) {
-    storage->block = nyb_allocate(cache->context, (size_t)storage->bytes, NYB_PLANE_ALIGNMENT);
-  }
-  if (storage->block == NULL) {
-    return nyb_fail(NYB_ERROR_OUT_OF_MEMORY,
-                    "the allocator had no %" PRId64 " bytes for %" PRId64
-                    " tokens in each of %" PRId64 " sequences",
-                    storage->bytes, capacity_tokens, cache->batch);
-  }
-  nyb_cache_place_arrays(cache, storage);
-  return NYB_OK;
-}
-
-static void release_storage(const nyb_cache *cache, nyb_cache_storage *storage) {
-  if (storage->block != NULL) nyb_release(cache->context, storage->block);
-}
-
-int64_t nyb_cache_used_bytes(const nyb_cache *cache) {
-  int64_t tokens = 0;
-  for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
-    tokens += cache->lengths[sequence];
-  }
-  return tokens * cache->kv_heads *
-         (cache->part[NYB_KEY].layout.row_bytes + cache->part[NYB_VALUE].layout.row_bytes);
-}
-
-typedef struct copy_work {
-  const nyb_cache *cache;
-  const nyb_cache_storage *target;
-} copy_work;
-
-static void copy_plane(void *task_data, int64_t plane) {
-  const copy_work *work = task_data;
-  const nyb_cache *cache = work->cache;
-  const nyb_cache_storage *source = &cache->storage, *target = work->target;
-  const int64_t tokens = cache->lengths[plane / cache->kv_heads];
-  for (int part = 0; part < NYB_CACHE_PARTS; part++) {
-    for (int array = 0; array < NYB_CACHE_ARRAYS; array++) {
-      const int64_t bytes = tokens * cache->part[part].row_bytes[array];
-      if (bytes == 0) continue;
-      memcpy(target->array[part][array] + plane * target->plane_bytes[part][array],
-             source->array[part][array] + plane * source->plane_bytes[part][array], (size_t)bytes);
-    }
-  }
-}
-
-/* A larger storage that holds the tokens of the cache's own, which stays as it is. */
-static nyb_status make_larger(const nyb_cache *cache, int64_t capacity_tokens,
-                              nyb_cache_storage *storage) {
-  const nyb_status status = make_storage(cache, capacity_tokens, storage);
-  if (status != NYB_OK) return status;
-  copy_work work = {cache, storage};
-  if (nyb_cache_used_bytes(cache) >= NYB_PARALLEL_COPY_BYTES) {
-    nyb_parallel(cache->context, plane_count(cache), copy_plane, &work);
-  } else {
-    for (int64_t plane = 0; plane < plane_count(cache); plane++) copy_plane(&work, plane);
-  }
-  return NYB_OK;
-}
-
-static void adopt_storage(nyb_cache *cache, const nyb_cache_storage *storage) {
-  if (cache->storage.block != NULL) {
-    cache->reallocations++;
-    cache->copied_bytes += nyb_cache_used_bytes(cache);
-  }
-  release_storage(cache, &cache->storage);
-  cache->storage = *storage;
-}
-
-/* Twice what there is, so that a cache filled token by token copies each token less than twice. */
-int64_t nyb_cache_grown_capacity(const nyb_cache *cache, int64_t needed_tokens) {
-  const int64_t doubled = larger(2 * cache->storage.capacity_tokens, NYB_SMALLEST_CAPACITY_TOKENS);
-  return larger(needed_tokens, smaller(doubled, cache->limit_tokens));
 }
 
 /* ---- Create and destroy ------------------------------------------------------------------- */
@@ -202,23 +58,118 @@ static nyb_status fill_part(nyb_cache_part *part, const nyb_format *format, cons
   return NYB_OK;
 }
 
-/* Kinds of caches that cannot be made yet are refused by name. */
-static nyb_status check_kind(const nyb_cache_options *options) {
+typedef struct option_range {
+  const char *name;
+  int64_t value, least, most;
+} option_range;
+
+static nyb_status check_range(const option_range *range) {
+  if (range->value >= range->least && range->value <= range->most) return NYB_OK;
+  return nyb_fail(NYB_ERROR_SHAPE, "options.%s is %" PRId64 "; it must be %" PRId64 " to %" PRId64,
+                  range->name, range->value, range->least, range->most);
+}
+
+static nyb_status check_kind_ranges(const nyb_cache_options *options) {
+  const int64_t window = options->window_tokens;
+  const option_range ranges[] = {
+      {"window_tokens", window, 0, INT32_MAX / 2},
+      {"window_keep_tokens", options->window_keep_tokens, 0, window > 0 ? window - 1 : 0},
+      {"first_tokens", options->first_tokens, 0, INT32_MAX / 2},
+      {"last_tokens", options->last_tokens, 0, INT32_MAX / 2},
+      {"page_tokens", options->page_tokens, options->page_tokens == 0 ? 0 : 16, INT32_MAX},
+  };
+  nyb_status status = NYB_OK;
+  for (size_t i = 0; i < sizeof ranges / sizeof ranges[0] && status == NYB_OK; i++) {
+    status = check_range(&ranges[i]);
+  }
+  return status;
+}
+
+/* On CUDA caches are of one kind. */
+static nyb_status check_cuda_kind(const nyb_cache_options *options) {
   const struct {
-    const char *field;
+    const char *name;
     int64_t value;
   } fields[] = {{"window_tokens", options->window_tokens},
                 {"window_keep_tokens", options->window_keep_tokens},
                 {"first_tokens", options->first_tokens},
                 {"last_tokens", options->last_tokens},
-                {"part_dtype", options->part_dtype},
-                {"reserved2", options->reserved2},
                 {"page_tokens", options->page_tokens}};
   for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
     if (fields[i].value == 0) continue;
     return nyb_fail(NYB_ERROR_UNSUPPORTED,
-                    "options.%s is %" PRId64 "; this version has no such cache, and it must be 0",
-                    fields[i].field, fields[i].value);
+                    "options.%s is %" PRId64
+                    "; this version has no such cache on CUDA, where it "
+                    "must be 0",
+                    fields[i].name, fields[i].value);
+  }
+  return NYB_OK;
+}
+
+static nyb_status check_one_kind(const nyb_cache_options *options) {
+  const struct {
+    const char *name;
+    bool is_set;
+  } kinds[] = {{"window_tokens", options->window_tokens > 0},
+               {options->first_tokens > 0 ? "first_tokens" : "last_tokens",
+                options->first_tokens > 0 || options->last_tokens > 0},
+               {"page_tokens", options->page_tokens > 0}};
+  for (int i = 0; i < 3; i++) {
+    const int other = (i + 1) % 3;
+    if (!kinds[i].is_set || !kinds[other].is_set) continue;
+    return nyb_fail(NYB_ERROR_UNSUPPORTED,
+                    "options.%s and options.%s are both set; a cache is of one kind", kinds[i].name,
+                    kinds[other].name);
+  }
+  return NYB_OK;
+}
+
+static nyb_cache_kind kind_of(const nyb_cache_options *options) {
+  if (options->window_tokens > 0) return NYB_CACHE_ROTATING;
+  if (options->first_tokens > 0 || options->last_tokens > 0) return NYB_CACHE_MIXED;
+  return options->page_tokens > 0 ? NYB_CACHE_PAGED : NYB_CACHE_CONTIGUOUS;
+}
+
+static nyb_status check_kind(const nyb_context *context, const nyb_cache_options *options) {
+  nyb_status status = nyb_on_cuda(context) ? check_cuda_kind(options) : NYB_OK;
+  if (status == NYB_OK) status = check_kind_ranges(options);
+  if (status == NYB_OK) status = check_one_kind(options);
+  if (status != NYB_OK) return status;
+  if (options->reserved != 0 || options->reserved2 != 0) {
+    return nyb_fail(NYB_ERROR_VALUE, "options.%s is %d; it must be 0",
+                    options->reserved != 0 ? "reserved" : "reserved2",
+                    (int)(options->reserved != 0 ? options->reserved : options->reserved2));
+  }
+  if (kind_of(options) == NYB_CACHE_MIXED) {
+    return nyb_check_dtype("options.part_dtype", options->part_dtype);
+  }
+  if (options->part_dtype == 0) return NYB_OK;
+  return nyb_fail(NYB_ERROR_VALUE,
+                  "options.part_dtype is %d; it must be 0 where first_tokens and last_tokens are",
+                  (int)options->part_dtype);
+}
+
+static nyb_status fill_parts(const nyb_cache_options *options, nyb_cache *made) {
+  const nyb_format plain = {.scheme = NYB_PLAIN, .dtype = options->part_dtype};
+  const struct {
+    nyb_cache_part *part;
+    const nyb_format *format;
+    const char *name;
+    int64_t dim;
+    const char *dim_name;
+  } parts[] = {
+      {&made->part[NYB_KEY], &options->key_format, "options.key_format", options->key_dim,
+       "options.key_dim"},
+      {&made->part[NYB_VALUE], &options->value_format, "options.value_format", options->value_dim,
+       "options.value_dim"},
+      {&made->plain[NYB_KEY], &plain, "options.part_dtype", options->key_dim, "options.key_dim"},
+      {&made->plain[NYB_VALUE], &plain, "options.part_dtype", options->value_dim,
+       "options.value_dim"}};
+  const int count = made->kind == NYB_CACHE_MIXED ? 4 : 2;
+  for (int i = 0; i < count; i++) {
+    const nyb_status status =
+        fill_part(parts[i].part, parts[i].format, parts[i].name, parts[i].dim, parts[i].dim_name);
+    if (status != NYB_OK) return status;
   }
   return NYB_OK;
 }
@@ -227,26 +178,71 @@ static nyb_status check_kind(const nyb_cache_options *options) {
 static nyb_status check_options(const nyb_cache_options *options, nyb_cache *made) {
   nyb_status status = nyb_check_struct("options", options, options->struct_size, sizeof *options);
   if (status == NYB_OK) status = check_sizes(options);
-  if (status == NYB_OK) status = check_kind(options);
+  if (status == NYB_OK) status = check_kind(made->context, options);
   if (status != NYB_OK) return status;
-  status = fill_part(&made->part[NYB_KEY], &options->key_format, "options.key_format",
-                     options->key_dim, "options.key_dim");
-  if (status != NYB_OK) return status;
-  status = fill_part(&made->part[NYB_VALUE], &options->value_format, "options.value_format",
-                     options->value_dim, "options.value_dim");
+  made->options = *options;
+  made->kind = kind_of(options);
+  status = fill_parts(options, made);
   if (status != NYB_OK) return status;
   status = nyb_check_rule("options.rule", options->rule);
   if (status != NYB_OK) return status;
-  if (options->reserved != 0) {
-    return nyb_fail(NYB_ERROR_VALUE, "options.reserved is %d; it must be 0",
-                    (int)options->reserved);
-  }
   made->rule = options->rule;
   made->batch = options->batch;
   made->kv_heads = options->kv_heads;
   made->limit_tokens = options->max_tokens > 0 ? options->max_tokens : INT32_MAX;
+  if (options->max_tokens == 0 && made->kind == NYB_CACHE_ROTATING) {
+    made->limit_tokens = INT64_MAX / 2; /* tokens that a window has passed over are counted alone */
+  }
   nyb_cache_storage unused; /* a single token that takes too many bytes is refused here already */
-  return nyb_cache_size_storage(made, larger(1, options->initial_capacity_tokens), &unused);
+  return nyb_cache_size_storage(made, nyb_larger(1, options->initial_capacity_tokens), &unused);
+}
+
+/* The capacity of the body in which so many tokens of each sequence have room, if they come one by
+ * one. */
+static int64_t body_capacity(const nyb_cache *cache, int64_t tokens) {
+  const nyb_cache_options *options = &cache->options;
+  if (cache->kind == NYB_CACHE_ROTATING) return nyb_smaller(tokens, options->window_tokens);
+  return nyb_larger(0, tokens - options->first_tokens - options->last_tokens);
+}
+
+static nyb_status make_here(nyb_cache *cache) {
+  const nyb_cache_options *options = &cache->options;
+  if (cache->kind == NYB_CACHE_PAGED) {
+    return nyb_cache_reserve_pages(cache, options->initial_capacity_tokens);
+  }
+  nyb_status status = nyb_cache_make_storage(cache, NYB_BODY, cache->batch,
+                                             body_capacity(cache, options->initial_capacity_tokens),
+                                             &cache->storage);
+  if (status != NYB_OK || cache->kind != NYB_CACHE_MIXED) return status;
+  status =
+      nyb_cache_make_storage(cache, NYB_FIRST, cache->batch, options->first_tokens, &cache->first);
+  if (status != NYB_OK) return status;
+  return nyb_cache_make_storage(cache, NYB_LAST, cache->batch, options->last_tokens, &cache->last);
+}
+
+static nyb_status make_on_cuda(nyb_cache *cache) {
+  const nyb_status status =
+      nyb_cache_size_storage(cache, cache->options.initial_capacity_tokens, &cache->storage);
+  return status == NYB_OK ? nyb_cuda_cache_create(cache) : status;
+}
+
+static void release_here(nyb_cache *cache) {
+  nyb_cache_release_storage(cache, &cache->storage);
+  nyb_cache_release_storage(cache, &cache->first);
+  nyb_cache_release_storage(cache, &cache->last);
+  nyb_cache_release_pool(cache);
+}
+
+static nyb_status make_contents(nyb_cache *cache) {
+  nyb_cache_counts counts;
+  nyb_status status = nyb_cache_make_counts(cache, cache->batch, &counts);
+  if (status != NYB_OK) return status;
+  nyb_cache_adopt_counts(cache, &counts);
+  status = on_cuda(cache) ? make_on_cuda(cache) : make_here(cache);
+  if (status == NYB_OK) return NYB_OK;
+  if (!on_cuda(cache)) release_here(cache);
+  nyb_release(cache->context, cache->counts.memory);
+  return status;
 }
 
 nyb_status nyb_cache_create(nyb_context *context, const nyb_cache_options *options,
@@ -260,20 +256,13 @@ nyb_status nyb_cache_create(nyb_context *context, const nyb_cache_options *optio
   nyb_cache checked = {.context = context};
   nyb_status status = check_options(options, &checked);
   if (status != NYB_OK) return status;
-  const size_t bytes = sizeof checked + (size_t)options->batch * sizeof(int32_t);
-  nyb_cache *made = nyb_allocate(context, bytes, NYB_PLANE_ALIGNMENT);
+  nyb_cache *made = nyb_allocate(context, sizeof checked, NYB_PLANE_ALIGNMENT);
   if (made == NULL) {
-    return nyb_fail(NYB_ERROR_OUT_OF_MEMORY, "the allocator had no %zu bytes for a cache", bytes);
+    return nyb_fail(NYB_ERROR_OUT_OF_MEMORY, "the allocator had no %zu bytes for a cache",
+                    sizeof checked);
   }
-  memset(made, 0, bytes);
-  memcpy(made, &checked, sizeof checked);
-  made->view_lengths = made->lengths;
-  if (on_cuda(made)) {
-    status = nyb_cache_size_storage(made, options->initial_capacity_tokens, &made->storage);
-    if (status == NYB_OK) status = nyb_cuda_cache_create(made);
-  } else {
-    status = make_storage(made, options->initial_capacity_tokens, &made->storage);
-  }
+  *made = checked;
+  status = make_contents(made);
   if (status != NYB_OK) {
     nyb_release(context, made);
     return status;
@@ -287,8 +276,9 @@ void nyb_cache_destroy(nyb_cache *cache) {
   if (on_cuda(cache)) {
     nyb_cuda_cache_destroy(cache);
   } else {
-    release_storage(cache, &cache->storage);
+    release_here(cache);
   }
+  nyb_release(cache->context, cache->counts.memory);
   nyb_release(cache->context, cache);
 }
 
@@ -296,121 +286,19 @@ void nyb_cache_destroy(nyb_cache *cache) {
 
 static const char *const part_names[NYB_CACHE_PARTS] = {"append.key", "append.value"};
 
-/* Rows are numbered through: those of K before those of V, then by sequence, head and token. */
-typedef struct append_work {
-  const nyb_cache *cache;
-  const nyb_cache_storage *target;
-  int64_t tokens;
-  const nyb_input *input[NYB_CACHE_PARTS];
-  nyb_quantize_fn kernel[NYB_CACHE_PARTS];
-  int64_t rows, rows_per_task;
-  _Atomic int64_t first_refused; /* or rows */
-} append_work;
-
-typedef struct row_place {
-  int part;
-  int64_t plane, sequence, head, token;
-} row_place;
-
-static row_place place_of(const append_work *work, int64_t row) {
-  const int64_t planes = plane_count(work->cache), kv_heads = work->cache->kv_heads;
-  const int64_t plane = row / work->tokens;
-  row_place place = {.part = plane < planes ? NYB_KEY : NYB_VALUE, .token = row % work->tokens};
-  place.plane = place.part == NYB_KEY ? plane : plane - planes;
-  place.sequence = place.plane / kv_heads;
-  place.head = place.plane % kv_heads;
-  return place;
-}
-
-/* To the place `rows` rows further on, which are of this plane. */
-static void step(const append_work *work, row_place *place, int64_t rows) {
-  place->token += rows;
-  if (place->token < work->tokens) return;
-  place->token = 0;
-  place->plane++;
-  if (++place->head < work->cache->kv_heads) return;
-  place->head = 0;
-  if (++place->sequence < work->cache->batch) return;
-  *place = (row_place){.part = NYB_VALUE};
-}
-
-static nyb_quantize_span span_at(const append_work *work, const row_place *at, int64_t rows) {
-  const nyb_cache *cache = work->cache;
-  const nyb_cache_part *part = &cache->part[at->part];
-  const nyb_input *input = work->input[at->part];
-  const int64_t element = nyb_row_offset(input->stride, at->sequence, at->head, at->token);
-  char *array[NYB_CACHE_ARRAYS];
-  for (int i = 0; i < NYB_CACHE_ARRAYS; i++) {
-    array[i] = work->target->array[at->part][i];
-    if (array[i] == NULL) continue;
-    array[i] += at->plane * work->target->plane_bytes[at->part][i] +
-                (cache->lengths[at->sequence] + at->token) * part->row_bytes[i];
-  }
-  return (nyb_quantize_span){
-      .input = (const char *)input->data + element * (int64_t)nyb_dtype_bytes(input->dtype),
-      .input_dtype = input->dtype,
-      .groups = rows * part->layout.groups,
-      .group_size = part->layout.group_size,
-      .rule = cache->rule,
-      .scale_dtype = part->format.dtype,
-      .codes = array[NYB_CODES],
-      .scales = array[NYB_SCALES],
-      .biases = array[NYB_BIASES],
+/* Appending a cache's own rows would read what growing releases. */
+static nyb_status check_not_own(const nyb_cache_storage *storage, const nyb_extent *extent) {
+  if (storage->block == NULL) return NYB_OK;
+  const uintptr_t block = (uintptr_t)storage->block;
+  const nyb_extent own = {
+      .owner = "cache",
+      .member = "memory",
+      .begin = block,
+      .end = block + (uintptr_t)storage->bytes,
+      .row_bytes = (uint64_t)storage->bytes,
+      .block_bytes = (uint64_t)storage->bytes,
   };
-}
-
-static void append_rows(void *task_data, int64_t task) {
-  append_work *work = task_data;
-  const int64_t end = smaller(work->rows, (task + 1) * work->rows_per_task);
-  int64_t row = task * work->rows_per_task;
-  row_place place = place_of(work, row);
-  while (row < end) {
-    const nyb_cache_part *part = &work->cache->part[place.part];
-    const bool adjacent = work->input[place.part]->stride[2] == part->dim;
-    const int64_t rows = adjacent ? smaller(end - row, work->tokens - place.token) : 1;
-    const nyb_quantize_span span = span_at(work, &place, rows);
-    const int64_t done = work->kernel[place.part](&span);
-    if (done != span.groups) {
-      nyb_note_refused(&work->first_refused, row + done / part->layout.groups);
-      return;
-    }
-    row += rows;
-    step(work, &place, rows);
-  }
-}
-
-static nyb_status refuse_row(const append_work *work, int64_t row) {
-  const row_place at = place_of(work, row);
-  const nyb_quantize_span span = span_at(work, &at, 1);
-  return nyb_quantize_refuse(&span, work->kernel[at.part], part_names[at.part], at.sequence,
-                             at.head, at.token);
-}
-
-/* Quantizes into target, beyond the lengths, where a failure leaves nothing that counts. */
-static nyb_status fill(const nyb_cache *cache, const nyb_cache_storage *target,
-                       const nyb_append *append) {
-  const int64_t key_dim = cache->part[NYB_KEY].dim, value_dim = cache->part[NYB_VALUE].dim;
-  append_work work = {
-      .cache = cache,
-      .target = target,
-      .tokens = append->tokens,
-      .input = {&append->key, &append->value},
-      .rows = NYB_CACHE_PARTS * plane_count(cache) * append->tokens,
-  };
-  for (int part = 0; part < NYB_CACHE_PARTS; part++) {
-    work.kernel[part] = (nyb_quantize_fn)nyb_kernel_for(cache->context, NYB_OPERATION_QUANTIZE,
-                                                        cache->part[part].layout.id);
-  }
-  atomic_init(&work.first_refused, work.rows);
-  work.rows_per_task = larger(1, NYB_APPEND_TASK_ELEMENTS / larger(key_dim, value_dim));
-  const int64_t tasks = (work.rows - 1) / work.rows_per_task + 1;
-  if (tasks <= 2) {
-    for (int64_t task = 0; task < tasks; task++) append_rows(&work, task);
-  } else {
-    nyb_parallel(cache->context, tasks, append_rows, &work);
-  }
-  const int64_t refused = atomic_load_explicit(&work.first_refused, memory_order_relaxed);
-  return refused < work.rows ? refuse_row(&work, refused) : NYB_OK;
+  return nyb_check_apart(&own, extent);
 }
 
 static nyb_status check_input(const nyb_cache *cache, int part, const nyb_input *input,
@@ -424,18 +312,49 @@ static nyb_status check_input(const nyb_cache *cache, int part, const nyb_input 
                     cache->part[part].dim, shape, input->stride);
   nyb_extent extent;
   status = nyb_extent_of(&view, &extent);
-  if (status != NYB_OK || cache->storage.block == NULL) return status;
-  /* Appending a cache's own rows would read what growing releases. */
-  const uintptr_t block = (uintptr_t)cache->storage.block;
-  const nyb_extent own = {
-      .owner = "cache",
-      .member = "memory",
-      .begin = block,
-      .end = block + (uintptr_t)cache->storage.bytes,
-      .row_bytes = (uint64_t)cache->storage.bytes,
-      .block_bytes = (uint64_t)cache->storage.bytes,
-  };
-  return nyb_check_apart(&own, &extent);
+  for (int region = 0; region < NYB_CACHE_REGIONS && status == NYB_OK; region++) {
+    status = check_not_own(nyb_cache_const_storage_of(cache, (nyb_cache_region)region), &extent);
+  }
+  return status;
+}
+
+static nyb_status check_padding(const nyb_cache *cache, const nyb_append *append) {
+  if (append->padding == NULL) return NYB_OK;
+  if (on_cuda(cache)) {
+    return nyb_fail(NYB_ERROR_UNSUPPORTED,
+                    "append.padding is set; this version does not skip padding on CUDA, where it "
+                    "must be NULL");
+  }
+  for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
+    const int32_t padding = append->padding[sequence];
+    if (padding >= 0 && padding <= append->tokens) continue;
+    return nyb_fail(NYB_ERROR_LENGTH,
+                    "append.padding[%" PRId64 "] is %d; it must be 0 to %" PRId64
+                    ", as many rows as are appended",
+                    sequence, (int)padding, append->tokens);
+  }
+  return NYB_OK;
+}
+
+static nyb_status check_limit(const nyb_cache *cache, const nyb_append *append) {
+  const int64_t window = cache->options.window_tokens;
+  for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
+    const int64_t tokens = nyb_appended_tokens(append, sequence);
+    const int64_t seen = cache->counts.dropped[sequence] + cache->lengths[sequence];
+    if (tokens > cache->limit_tokens - seen) {
+      return nyb_fail(NYB_ERROR_LENGTH,
+                      "append.tokens is %" PRId64 "; the cache holds %" PRId64
+                      " of at most %" PRId64 " tokens",
+                      append->tokens, seen, cache->limit_tokens);
+    }
+    if (window > 0 && tokens > INT32_MAX - window) {
+      return nyb_fail(NYB_ERROR_LENGTH,
+                      "append.tokens is %" PRId64 "; beside a window of %" PRId64
+                      " it must be %" PRId64 " at most",
+                      append->tokens, window, INT32_MAX - window);
+    }
+  }
+  return NYB_OK;
 }
 
 static nyb_status check_append(const nyb_cache *cache, const nyb_append *append) {
@@ -447,18 +366,8 @@ static nyb_status check_append(const nyb_cache *cache, const nyb_append *append)
   }
   status = nyb_check_flag(cache->context, "append.non_finite", append->non_finite);
   if (status != NYB_OK) return status;
-  if (append->padding != NULL) {
-    return nyb_fail(NYB_ERROR_UNSUPPORTED,
-                    "append.padding is set; this version does not skip padding, and it must be "
-                    "NULL");
-  }
-  const int64_t length = nyb_cache_longest(cache);
-  if (append->tokens > cache->limit_tokens - length) {
-    return nyb_fail(NYB_ERROR_LENGTH,
-                    "append.tokens is %" PRId64 "; the cache holds %" PRId64 " of at most %" PRId64
-                    " tokens",
-                    append->tokens, length, cache->limit_tokens);
-  }
+  status = check_padding(cache, append);
+  if (status == NYB_OK) status = check_limit(cache, append);
   for (int part = 0; part < NYB_CACHE_PARTS && status == NYB_OK; part++) {
     status =
         check_input(cache, part, part == NYB_KEY ? &append->key : &append->value, append->tokens);
@@ -466,24 +375,17 @@ static nyb_status check_append(const nyb_cache *cache, const nyb_append *append)
   return status;
 }
 
-/* In the calling thread's memory. */
-static nyb_status append_here(nyb_cache *cache, const nyb_append *append) {
-  nyb_cache_storage target = cache->storage;
-  const int64_t needed_tokens = nyb_cache_longest(cache) + append->tokens;
-  const bool grows = needed_tokens > target.capacity_tokens;
-  nyb_status status = NYB_OK;
-  if (grows) status = make_larger(cache, nyb_cache_grown_capacity(cache, needed_tokens), &target);
-  if (status != NYB_OK) return status;
-  status = fill(cache, &target, append);
-  if (status != NYB_OK) {
-    if (grows) release_storage(cache, &target);
-    return status;
-  }
-  if (grows) adopt_storage(cache, &target);
-  for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
-    cache->lengths[sequence] += (int32_t)append->tokens;
-  }
-  return NYB_OK;
+static void count_kernels(const nyb_cache *cache) {
+  nyb_context *const context = cache->context;
+  const nyb_operation operation =
+      on_cuda(cache) ? NYB_OPERATION_CACHE_APPEND : NYB_OPERATION_QUANTIZE;
+  const nyb_format_id key = cache->part[NYB_KEY].layout.id;
+  const nyb_format_id value = cache->part[NYB_VALUE].layout.id;
+  nyb_count_kernel(context, operation, key);
+  if (value != key) nyb_count_kernel(context, operation, value);
+  if (cache->kind != NYB_CACHE_MIXED) return;
+  const nyb_format_id plain = cache->plain[NYB_KEY].layout.id;
+  if (plain != key && plain != value) nyb_count_kernel(context, operation, plain);
 }
 
 nyb_status nyb_cache_append(nyb_cache *cache, const nyb_append *append, nyb_stream stream) {
@@ -494,23 +396,17 @@ nyb_status nyb_cache_append(nyb_cache *cache, const nyb_append *append, nyb_stre
   }
   status = check_append(cache, append);
   if (status != NYB_OK) return status;
-  nyb_context *const context = cache->context;
   if (append->tokens > 0) {
-    status =
-        on_cuda(cache) ? nyb_cuda_cache_append(cache, append, stream) : append_here(cache, append);
+    status = on_cuda(cache) ? nyb_cuda_cache_append(cache, append, stream)
+                            : nyb_cache_append_here(cache, append);
     if (status != NYB_OK) return status;
-    const nyb_operation operation =
-        on_cuda(cache) ? NYB_OPERATION_CACHE_APPEND : NYB_OPERATION_QUANTIZE;
-    const nyb_format_id key = cache->part[NYB_KEY].layout.id;
-    const nyb_format_id value = cache->part[NYB_VALUE].layout.id;
-    nyb_count_kernel(context, operation, key);
-    if (value != key) nyb_count_kernel(context, operation, value);
+    count_kernels(cache);
   }
-  nyb_count(context, NYB_COUNTER_CACHE_APPEND);
+  nyb_count(cache->context, NYB_COUNTER_CACHE_APPEND);
   return NYB_OK;
 }
 
-/* ---- Reserve, trim, reset ----------------------------------------------------------------- */
+/* ---- Reserve, trim, reorder, reset --------------------------------------------------------- */
 
 nyb_status nyb_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_stream stream) {
   nyb_status status = check_call(cache, stream);
@@ -523,17 +419,44 @@ nyb_status nyb_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_stream stream
                     "tokens is %" PRId64 "; the cache may hold %" PRId64 " at most", tokens,
                     cache->limit_tokens);
   }
-  if (tokens <= cache->storage.capacity_tokens) return NYB_OK;
-  if (on_cuda(cache)) return nyb_cuda_cache_reserve(cache, tokens, stream);
+  if (cache->kind == NYB_CACHE_PAGED) return nyb_cache_reserve_pages(cache, tokens);
+  const int64_t capacity = body_capacity(cache, tokens);
+  if (capacity <= cache->storage.capacity_tokens) return NYB_OK;
+  if (on_cuda(cache)) return nyb_cuda_cache_reserve(cache, capacity, stream);
   nyb_cache_storage storage;
-  status = make_larger(cache, tokens, &storage);
-  if (status == NYB_OK) adopt_storage(cache, &storage);
+  status = nyb_cache_make_larger(cache, capacity, &storage);
+  if (status == NYB_OK) nyb_cache_adopt_larger(cache, &storage);
   return status;
 }
 
 static nyb_status fail_sequence(const nyb_cache *cache, int64_t sequence, const char *or_all) {
   return nyb_fail(NYB_ERROR_VALUE, "sequence is %" PRId64 "; it must be 0 to %" PRId64 "%s",
                   sequence, cache->batch - 1, or_all);
+}
+
+/* NYB_ERROR_LENGTH where tokens would be needed again that a window has passed over. */
+static nyb_status check_trim(const nyb_cache *cache, int64_t sequence, int64_t tokens) {
+  const nyb_cache_sequence before = nyb_cache_get_sequence(cache, sequence);
+  nyb_cache_sequence after;
+  if (nyb_cache_after_trim(cache, &before, tokens, &after)) return NYB_OK;
+  const int64_t window = cache->options.window_tokens;
+  return nyb_fail(NYB_ERROR_LENGTH,
+                  "tokens is %" PRId64 "; sequence %" PRId64 " holds %" PRId64 " of %" PRId64
+                  " tokens, of which its window of %" PRId64 " lets %" PRId64
+                  " at most be dropped, or all",
+                  tokens, sequence, before.held, before.held + before.dropped, window,
+                  nyb_larger(0, before.held - (window - 1)));
+}
+
+static int64_t trim_here(nyb_cache *cache, int64_t sequence, int64_t tokens) {
+  const nyb_cache_sequence before = nyb_cache_get_sequence(cache, sequence);
+  nyb_cache_sequence after;
+  nyb_cache_after_trim(cache, &before, tokens, &after);
+  if (cache->kind == NYB_CACHE_PAGED) {
+    nyb_cache_drop_pages(cache, sequence, before.held, after.held);
+  }
+  nyb_cache_set_sequence(cache, sequence, &after);
+  return before.dropped + before.held - after.dropped - after.held;
 }
 
 nyb_status nyb_cache_trim(nyb_cache *cache, int64_t sequence, int64_t tokens, int64_t *trimmed,
@@ -553,14 +476,25 @@ nyb_status nyb_cache_trim(nyb_cache *cache, int64_t sequence, int64_t tokens, in
     status = nyb_cuda_cache_trim(cache, first, end, tokens, &most, stream);
     if (status != NYB_OK) return status;
   } else {
-    for (int64_t i = first; i < end; i++) {
-      const int64_t lost = smaller(tokens, cache->lengths[i]);
-      cache->lengths[i] -= (int32_t)lost;
-      most = larger(most, lost);
+    for (int64_t i = first; i < end && status == NYB_OK; i++) {
+      status = check_trim(cache, i, tokens);
     }
+    if (status != NYB_OK) return status;
+    for (int64_t i = first; i < end; i++) most = nyb_larger(most, trim_here(cache, i, tokens));
   }
   if (trimmed != NULL) *trimmed = most;
   return NYB_OK;
+}
+
+nyb_status nyb_cache_reorder(nyb_cache *cache, const int64_t *sources, int64_t count,
+                             nyb_stream stream) {
+  const nyb_status status = check_call(cache, stream);
+  if (status != NYB_OK) return status;
+  if (on_cuda(cache)) {
+    return nyb_fail(NYB_ERROR_UNSUPPORTED,
+                    "cache is on CUDA; this version does not reorder sequences there");
+  }
+  return nyb_cache_reorder_here(cache, sources, count);
 }
 
 nyb_status nyb_cache_reset(nyb_cache *cache, nyb_stream stream) {
@@ -581,7 +515,11 @@ int64_t nyb_cache_length(const nyb_cache *cache, int64_t sequence) {
     fail_sequence(cache, sequence, "");
     return -1;
   }
-  return cache->lengths[sequence];
+  return cache->counts.dropped[sequence] + cache->lengths[sequence];
+}
+
+int64_t nyb_cache_held_tokens(const nyb_cache *cache, int64_t sequence) {
+  return nyb_cache_length(cache, sequence) < 0 ? -1 : cache->lengths[sequence];
 }
 
 nyb_status nyb_cache_get_usage(const nyb_cache *cache, nyb_cache_usage *usage) {
@@ -593,33 +531,44 @@ nyb_status nyb_cache_get_usage(const nyb_cache *cache, nyb_cache_usage *usage) {
   status = nyb_check_struct("usage", NULL, usage->struct_size, sizeof *usage);
   if (status != NYB_OK) return status;
   usage->used_bytes = nyb_cache_used_bytes(cache);
-  usage->allocated_bytes = cache->storage.bytes;
-  usage->capacity_tokens = cache->storage.capacity_tokens;
+  usage->allocated_bytes = cache->storage.bytes + cache->first.bytes + cache->last.bytes;
+  usage->capacity_tokens = cache->kind == NYB_CACHE_PAGED
+                               ? cache->storage.blocks * cache->options.page_tokens
+                               : cache->storage.capacity_tokens + cache->first.capacity_tokens +
+                                     cache->last.capacity_tokens;
   usage->reallocations = cache->reallocations;
   usage->copied_bytes = cache->copied_bytes;
   return NYB_OK;
 }
 
-nyb_stored nyb_cache_stored(const nyb_cache *cache, const nyb_cache_storage *storage, int part) {
-  const nyb_row_layout *layout = &cache->part[part].layout;
-  nyb_stored stored = {
-      .format = cache->part[part].format,
-      .codes = storage->array[part][NYB_CODES],
-      .scales = storage->array[part][NYB_SCALES],
-      .biases = storage->array[part][NYB_BIASES],
+static nyb_part part_view(const nyb_cache *cache, nyb_cache_region region) {
+  const nyb_cache_storage *storage = nyb_cache_const_storage_of(cache, region);
+  if (storage->capacity_tokens == 0) return (nyb_part){0};
+  return (nyb_part){
+      .tokens = storage->capacity_tokens,
+      .k = nyb_cache_stored_in(cache, region, NYB_KEY),
+      .v = nyb_cache_stored_in(cache, region, NYB_VALUE),
   };
-  int64_t *const strides[NYB_CACHE_ARRAYS] = {stored.codes_stride, stored.scales_stride,
-                                              stored.biases_stride};
-  for (int array = 0; array < NYB_CACHE_ARRAYS; array++) {
-    const int64_t element_bytes =
-        (int64_t)(array == NYB_CODES ? layout->code_bytes : layout->scale_bytes);
-    if (element_bytes == 0) continue;
-    const int64_t plane = storage->plane_bytes[part][array] / element_bytes;
-    strides[array][0] = plane * cache->kv_heads;
-    strides[array][1] = plane;
-    strides[array][2] = cache->part[part].row_bytes[array] / element_bytes;
+}
+
+/* What a kind has beside its rows; the fields of the others are 0. */
+static void view_kind(const nyb_cache *cache, nyb_attention *attention) {
+  const nyb_cache_options *options = &cache->options;
+  const nyb_cache_pool *pool = &cache->pool;
+  attention->pages = (nyb_pages){0};
+  attention->ring = (nyb_ring){0};
+  attention->first = part_view(cache, NYB_FIRST);
+  attention->last = part_view(cache, NYB_LAST);
+  attention->last_begins = attention->last.tokens > 0 ? cache->counts.last_begins : NULL;
+  if (cache->kind == NYB_CACHE_ROTATING) {
+    attention->window_tokens = options->window_tokens - options->window_keep_tokens;
+    attention->window_keep_tokens = options->window_keep_tokens;
+    attention->ring = (nyb_ring){cache->counts.offsets, options->window_keep_tokens};
+  } else if (cache->kind == NYB_CACHE_PAGED) {
+    attention->capacity_tokens = nyb_smaller(pool->table_stride * options->page_tokens, INT32_MAX);
+    attention->pages =
+        (nyb_pages){pool->table, pool->table_stride, options->page_tokens, cache->storage.blocks};
   }
-  return stored;
 }
 
 nyb_status nyb_cache_view(const nyb_cache *cache, nyb_attention *attention) {
@@ -638,9 +587,6 @@ nyb_status nyb_cache_view(const nyb_cache *cache, nyb_attention *attention) {
   attention->lengths = cache->view_lengths;
   attention->k = nyb_cache_stored(cache, &cache->storage, NYB_KEY);
   attention->v = nyb_cache_stored(cache, &cache->storage, NYB_VALUE);
-  attention->pages = (nyb_pages){0};
-  attention->ring = (nyb_ring){0};
-  attention->first = attention->last = (nyb_part){0};
-  attention->last_begins = NULL;
+  view_kind(cache, attention);
   return NYB_OK;
 }
