@@ -350,7 +350,8 @@ typedef struct nyb_pages {
                            Entries beyond a sequence's length are not looked at; others must be
                            0 to page_count - 1 */
   int64_t table_stride; /* at least capacity_tokens / page_tokens, rounded up */
-  int64_t page_tokens;  /* 16 or more; multiples of 64 are read in place, others by tiles copied */
+  int64_t page_tokens;  /* 16 or more; multiples of 64 are read in place, others by tiles copied;
+                           0: not paged */
   int64_t page_count;   /* bounds the table's entries */
 } nyb_pages;
 
@@ -382,11 +383,11 @@ typedef enum nyb_rounding {
 /* out = softmax(scale * q k^T + mask) v, for each batch entry and query head; query head h attends
  * over KV head h / (query_heads / kv_heads).
  *
- * Deterministic: tokens are cut into chunks of a fixed size, counted from the sequence's first, and
- * merged in ascending order. A row's bits depend on its own query and on the tokens it sees: not on
- * the batch, the other rows, strides or threads. They may differ between ISAs, backends, paths and
- * versions, and on CUDA between the kernels that a plan names: which one follows from the number of
- * query rows that share a KV head, and from alignment.
+ * Deterministic: tokens are cut into chunks of a fixed size, counted from the sequence's first (and
+ * where its parts meet), and merged in ascending order. A row's bits depend on its own query and on
+ * the tokens it sees: not on the batch, the other rows, strides or threads. They may differ between
+ * ISAs, backends, paths and versions, and on CUDA between the kernels that a plan names: which one
+ * follows from the number of query rows that share a KV head, and from alignment.
  *
  * score = cap(scale * q k) - slope * |position - token| + mask_array, where cap(s) = s, or
  * softcap * tanh(s / softcap). docs/numerics.md has the rounding of each step.

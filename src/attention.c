@@ -97,8 +97,8 @@ static nyb_status check_supported(const nyb_context *context, const nyb_attentio
       {"softcap", a->softcap != 0, false},
       {"pages", a->pages.table != NULL || a->pages.page_tokens != 0, true},
       {"ring", a->ring.offsets != NULL || a->ring.keep_tokens != 0, true},
-      {"first", a->first.tokens != 0, false},
-      {"last", a->last.tokens != 0, false},
+      {"first", a->first.tokens != 0, true},
+      {"last", a->last.tokens != 0, true},
   };
   for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
     if (!fields[i].is_set || (fields[i].on_cpu && !on_cuda)) continue;
