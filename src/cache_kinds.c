@@ -121,5 +121,5 @@ bool nyb_cache_after_trim(const nyb_cache *cache, const nyb_cache_sequence *befo
   after->last_begin = nyb_smaller(before->last_begin, after->held);
   /* The next row sees the last window_tokens - 1 tokens: all of them must be there, unless nothing
    * has been dropped. */
-  return tokens == 0 || before->dropped == 0 || after->held >= options->window_tokens - 1;
+  return tokens == 0 || before->dropped == 0 || before->held - tokens >= options->window_tokens - 1;
 }
