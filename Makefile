@@ -12,17 +12,17 @@ SUITES ?=
 FUZZ_SECONDS ?= 20
 # 0 takes another each time.
 FUZZ_SEED ?= 0
-# 1 also installs PyTorch and transformers, for the tests of the recording script (some GB on
-# machines where pip knows PyTorch's CUDA build only).
+# 1 also installs PyTorch, transformers and mlx-lm, for the tests of the recording script and of the
+# Python package (some GB on machines where pip knows PyTorch's CUDA build only).
 TORCH ?= 0
 REQUIRE_ISAS ?=
 BENCH_DIR ?= build/bench
 
 .DEFAULT_GOAL := help
-.PHONY: help build demo check test bench peers lint format install clean
+.PHONY: help build demo check test test-clients bench peers lint format install clean
 
 help: ## What there is to make
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-8s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 
 # The group of packages that a target needs, those of its build included.
 PACKAGES := build
@@ -41,13 +41,18 @@ check: ## The quick tests: release build only
 	@scripts/install-deps.sh test
 	@scripts/run_tests.py release --jobs $(JOBS)
 
-TEST_STAMPS := $(VENV)/.test $(VENV)/.cuda $(if $(filter 1,$(TORCH)),$(VENV)/.torch)
+TEST_STAMPS := $(VENV)/.test $(VENV)/.cuda $(if $(filter 1,$(TORCH)),$(VENV)/.torch $(VENV)/.clients)
 test: ## All tests: release, sanitizers, NEON under qemu, fuzzers, verify, CUDA kernels, Python
 	@scripts/install-deps.sh test
 	@$(MAKE) --no-print-directory $(TEST_STAMPS)
 	@scripts/run_tests.py $(SUITES) --jobs $(JOBS) --fuzz-seconds $(FUZZ_SECONDS) \
 	  --fuzz-seed $(FUZZ_SEED) \
 	  --python $(VENV)/bin/python --require-isas "$(REQUIRE_ISAS)"
+
+test-clients: ## Build the Python package and run its tests, mlx-lm and transformers among them
+	@scripts/install-deps.sh plot
+	@$(MAKE) --no-print-directory $(VENV)/.clients
+	@scripts/run_tests.py clients --jobs $(JOBS) --python $(VENV)/bin/python
 
 bench: build $(VENV)/.plot ## Measure attention, GeGLU and quantization; draw pictures
 	@mkdir -p $(BENCH_DIR)

@@ -7,7 +7,8 @@
 
 The suites: release, asan, tsan, neon and fuzz (each builds its CMake preset and runs its tests),
 verify (`nybble verify` for each instruction set that runs here), cuda (compiles every CUDA kernel
-of the shipped matrix, without a GPU) and python. Their full output goes to build/test-logs; of what
+of the shipped matrix, without a GPU), python (the command and the library from Python) and clients
+(builds the Python package and runs it in mlx-lm and transformers). Their full output goes to build/test-logs; of what
 failed it is shown here too. What could not run is shown as skipped,
 with its reason. The exit code is 1 where a test failed, a suite ran no test, or an instruction set
 named in --require-isas did not run. Uses Python's own library only.
@@ -335,12 +336,11 @@ def run_cuda(suite: Suite, options: Options) -> None:
 # ---- Python -------------------------------------------------------------------------------------
 
 
-def run_python(suite: Suite, options: Options) -> None:
-    build(suite, options, "release")
-    report = LOGS / "python.xml"
+def run_pytest(suite: Suite, options: Options, *arguments: str, **environment: str) -> None:
+    report = LOGS / f"{suite.name}.xml"
     report.unlink(missing_ok=True)
-    command = [options.python, "-m", "pytest", "tests/python", "-q", "-ra", f"--junit-xml={report}"]
-    code, output = suite.run(command)
+    command = [options.python, "-m", "pytest", *arguments, "-q", "-ra", f"--junit-xml={report}"]
+    code, output = suite.run(command, **environment)
     if code != 0:
         show_end(output)
     if not report.exists():
@@ -362,6 +362,29 @@ def run_python(suite: Suite, options: Options) -> None:
         raise SuiteError(f"pytest ended with {code}")
 
 
+def run_python(suite: Suite, options: Options) -> None:
+    build(suite, options, "release")
+    run_pytest(suite, options, "tests/python", f"--ignore={CLIENTS}")
+
+
+CLIENTS = "tests/python/clients"
+CLIENT_MODULES = "cffi, mlx_lm, scikit_build_core, torch, transformers"
+
+
+def run_clients(suite: Suite, options: Options) -> None:
+    if suite.run([options.python, "-c", f"import {CLIENT_MODULES}"])[0] != 0:
+        suite.skip("all", f"{options.python} lacks requirements/clients.txt; make test-clients")
+        return
+    # Installed as people install it, into a folder of its own.
+    package = ROOT / "build" / "python-package"
+    shutil.rmtree(package, ignore_errors=True)
+    command = [options.python, "-m", "pip", "install", "--disable-pip-version-check", "--no-deps"]
+    command += ["--no-build-isolation", "--no-cache-dir", "--target", str(package), "."]
+    suite.must(command, CMAKE_BUILD_PARALLEL_LEVEL=str(options.jobs))
+    path = os.pathsep.join([str(package), *filter(None, [os.environ.get("PYTHONPATH")])])
+    run_pytest(suite, options, CLIENTS, PYTHONPATH=path, HF_HUB_OFFLINE="1")
+
+
 # ---- All of them --------------------------------------------------------------------------------
 
 SUITES: dict[str, Callable[[Suite, Options], None]] = {
@@ -373,6 +396,7 @@ SUITES: dict[str, Callable[[Suite, Options], None]] = {
     "verify": run_verify,
     "cuda": run_cuda,
     "python": run_python,
+    "clients": run_clients,
 }
 
 

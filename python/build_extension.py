@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Write the C source of the extension module, from the public header and nothing else.
+
+    build_extension.py include/nybble.h python/helpers.h OUTPUT.c
+
+CMake runs it. Every declaration of nybble.h becomes callable from Python, so that a field added
+there is here as well; the C compiler checks each size and offset.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+from cffi import FFI
+
+# What helpers.h defines, as Python sees it.
+HELPERS = """
+#define NYBPY_NO_MEMORY -1
+struct nybpy_dlpack {
+  void *data;
+  int32_t device_type, device_id;
+  int32_t rank;
+  uint8_t code, bits;
+  uint16_t lanes;
+  int64_t *shape;
+  int64_t *strides;
+  uint64_t byte_offset;
+};
+struct nybpy_workspace {
+  void *memory;
+  size_t bytes;
+};
+struct nybpy_context {
+  nyb_context *context;
+  ...;
+};
+struct nybpy_cache {
+  nyb_cache *cache;
+  struct nybpy_context *owner;
+};
+int nybpy_context_create(const nyb_context_options *options, struct nybpy_context **context);
+void nybpy_context_release(struct nybpy_context *context);
+int nybpy_cache_create(struct nybpy_context *owner, const nyb_cache_options *options,
+                       struct nybpy_cache **cache);
+void nybpy_cache_destroy(struct nybpy_cache *cache);
+void nybpy_set_view(void *view, uintptr_t data, int dtype, int64_t batch, int64_t head,
+                    int64_t row);
+int nybpy_attend(nyb_context *context, const nyb_attention *attention,
+                        struct nybpy_workspace *workspace);
+int nybpy_run(nyb_context *context, const nyb_cache *cache, nyb_attention *attention,
+                     struct nybpy_workspace *workspace);
+int nybpy_attention(nyb_context *context, const nyb_cache *cache, nyb_attention *call,
+                    struct nybpy_workspace *workspace, int64_t query_heads, int64_t query_len,
+                    uintptr_t q, int q_dtype, int64_t q_batch, int64_t q_head, int64_t q_row,
+                    uintptr_t out, int out_dtype, int64_t out_batch, int64_t out_head,
+                    int64_t out_row, float scale, int mask, int path, int rounding);
+void nybpy_free(struct nybpy_workspace *workspace);
+"""
+
+
+def declarations(header: str) -> str:
+    """The header without comments and preprocessor, as cffi's parser takes it."""
+    text = re.sub(r"/\*.*?\*/", " ", header, flags=re.DOTALL)
+    text = text.replace("\\\n", " ")
+    constants, lines = [], []
+    for line in text.splitlines():
+        constant = re.match(r"#define (NYB_[A-Z_]+) \(?(-?\d+)\)?\s*$", line)
+        if constant:
+            constants.append(f"#define {constant[1]} {constant[2]}")
+        elif not line.startswith("#"):
+            lines.append(line)
+    text = "\n".join(lines)
+    # What only a C++ compiler or a macro sees.
+    text = re.sub(r'extern "C" \{', " ", text)
+    text = re.sub(r"^\s*\{ (?:\.struct_size = )?sizeof\(type\) \}\s*$", " ", text, flags=re.M)
+    text = re.sub(r"^\}\s*$", " ", text, flags=re.M)
+    return "\n".join(constants) + "\n" + text.replace("NYB_API ", "")
+
+
+def main() -> None:
+    header, helpers, output = (Path(argument) for argument in sys.argv[1:])
+    builder = FFI()
+    builder.cdef(declarations(header.read_text(encoding="utf-8")) + HELPERS)
+    builder.set_source("nybble._nybble", f'#include "{helpers.name}"\n', py_limited_api=True)
+    builder.emit_c_code(str(output))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The KV cache of one layer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from . import _arrays
+from ._arrays import Array
+from ._context import Context, default_context
+from ._errors import check, refuse
+from ._formats import Format, Quantized, affine
+from ._nybble import ffi, lib
+from ._quantize import rule_id
+
+
+class Usage(NamedTuple):
+    """What a cache takes, in bytes, and how it came to grow."""
+
+    used_bytes: int
+    allocated_bytes: int
+    capacity_tokens: int
+    reallocations: int
+    copied_bytes: int
+
+
+class Cache:
+    """One layer's keys and values, quantized as they are appended.
+
+    Args:
+        batch: sequences, each with a length of its own.
+        kv_heads: heads of keys and of values.
+        key_dim, value_dim: length of their rows; value_dim is key_dim where None.
+        key, value: formats (`affine(4)`, `plain("bf16")`); value is key where None.
+        rule: "mlx_cpu" or "mlx_gpu" (docs/numerics.md, section 1).
+        initial_capacity_tokens: room from the start; 0 grows at the first append.
+        max_tokens: an append beyond it fails; 0 is no limit.
+        window_tokens, window_keep_tokens: a rotating cache: the last window_tokens tokens, the
+            first window_keep_tokens of the sequence among them.
+        first_tokens, last_tokens, part_dtype: so many tokens at either end stay unquantized.
+        page_tokens: pages of so many tokens, which reordered sequences share.
+
+    Raises:
+        NybbleError: SHAPE, HEADS, BITS, GROUP_SIZE or DTYPE for what is no cache; UNSUPPORTED.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        kv_heads: int,
+        key_dim: int,
+        value_dim: int | None = None,
+        *,
+        key: Format = affine(4),  # noqa: B008 (a tuple)
+        value: Format | None = None,
+        rule: str = "mlx_cpu",
+        initial_capacity_tokens: int = 0,
+        max_tokens: int = 0,
+        window_tokens: int = 0,
+        window_keep_tokens: int = 0,
+        first_tokens: int = 0,
+        last_tokens: int = 0,
+        part_dtype: str | None = None,
+        page_tokens: int = 0,
+        context: Context | None = None,
+    ) -> None:
+        self.context = context or default_context()
+        self.batch = batch
+        self.kv_heads = kv_heads
+        self.key_dim = key_dim
+        self.value_dim = key_dim if value_dim is None else value_dim
+        self.key_format = key
+        self.value_format = key if value is None else value
+        options = ffi.new("nyb_cache_options *")
+        options.struct_size = ffi.sizeof("nyb_cache_options")
+        options.batch, options.kv_heads = batch, kv_heads
+        options.key_dim, options.value_dim = self.key_dim, self.value_dim
+        self.key_format._fill(options.key_format)
+        self.value_format._fill(options.value_format)
+        options.rule = rule_id(rule)
+        options.initial_capacity_tokens, options.max_tokens = initial_capacity_tokens, max_tokens
+        options.window_tokens, options.window_keep_tokens = window_tokens, window_keep_tokens
+        options.first_tokens, options.last_tokens = first_tokens, last_tokens
+        options.part_dtype = 0 if part_dtype is None else _arrays.float_id(part_dtype)
+        options.page_tokens = page_tokens
+        made = ffi.new("struct nybpy_cache **")
+        check(lib.nybpy_cache_create(self.context._owner, options, made))
+        self._owner: Any = ffi.gc(made[0], lib.nybpy_cache_destroy)
+        self._c: Any = self._owner.cache
+        self._view = ffi.new("nyb_attention *")
+        self._view.struct_size = ffi.sizeof("nyb_attention")
+
+    def append(self, key: Array, value: Array, *, padding: Sequence[int] | None = None) -> None:
+        """Append tokens to every sequence.
+
+        Args:
+            key: f32, f16 or bf16 [batch, kv_heads, tokens, key_dim], any strides whose last axis
+                is contiguous.
+            value: likewise, [batch, kv_heads, tokens, value_dim].
+            padding: so many of each sequence's first rows are padding and are not stored.
+
+        Raises:
+            NybbleError: SHAPE where an array does not fit the cache; NON_FINITE names the first
+                NaN or infinity; LENGTH beyond max_tokens. The cache then holds what it held.
+        """
+        call = ffi.new("nyb_append *")
+        call.struct_size = ffi.sizeof("nyb_append")
+        batch = self.batch
+        tokens = None
+        for name, array, dim in (("key", key, self.key_dim), ("value", value, self.value_dim)):
+            reading = _arrays.read(array)
+            size = _arrays.rows(name, reading)
+            if tokens is None:
+                tokens = size[2]
+            if size[:3] != (batch, self.kv_heads, tokens) or reading[2][-1] != dim:
+                raise refuse(
+                    f"{name} is {tuple(reading[2])}; it must be "
+                    f"{(batch, self.kv_heads, tokens, dim)}",
+                    lib.NYB_ERROR_SHAPE,
+                )
+            if reading[1] not in (1, 2, 3):
+                raise refuse(
+                    f"{name} is {_arrays.NAMES[reading[1]]}; it must be f32, f16 or bf16",
+                    lib.NYB_ERROR_DTYPE,
+                )
+            lib.nybpy_set_view(ffi.addressof(call, name), reading[0], reading[1], *size[3:])
+        call.tokens = tokens
+        if padding is not None:
+            if len(padding) != batch:
+                raise refuse(
+                    f"padding has {len(padding)} entries; it must have {batch}",
+                    lib.NYB_ERROR_SHAPE,
+                )
+            kept = ffi.new("int32_t[]", list(padding))
+            call.padding = kept
+        check(lib.nyb_cache_append(self._c, call, ffi.NULL))
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens in each sequence: appends up to there do not allocate."""
+        check(lib.nyb_cache_reserve(self._c, tokens, ffi.NULL))
+
+    def trim(self, tokens: int, sequence: int | None = None) -> int:
+        """Drop the last tokens of a sequence, or of all; returns how many went, at most."""
+        trimmed = ffi.new("int64_t *")
+        which = lib.NYB_ALL_SEQUENCES if sequence is None else sequence
+        check(lib.nyb_cache_trim(self._c, which, tokens, trimmed, ffi.NULL))
+        return int(trimmed[0])
+
+    def reset(self) -> None:
+        """Empty the cache; its memory is kept."""
+        check(lib.nyb_cache_reset(self._c, ffi.NULL))
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each sequence."""
+        return [int(lib.nyb_cache_length(self._c, b)) for b in range(self.batch)]
+
+    def __len__(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
+
+    def usage(self) -> Usage:
+        """Bytes held and allocated."""
+        usage = ffi.new("nyb_cache_usage *")
+        usage.struct_size = ffi.sizeof("nyb_cache_usage")
+        check(lib.nyb_cache_get_usage(self._c, usage))
+        return Usage(*(getattr(usage, name) for name in Usage._fields))
+
+    def _current(self) -> Any:
+        """The descriptor's fields that say where the tokens are, as of now."""
+        status = lib.nyb_cache_view(self._c, self._view)
+        if status:
+            check(status)
+        return self._view
+
+    def keys(self, kind: str = "numpy") -> Quantized | Array:
+        """The keys held, as arrays over this cache's own memory: no copy.
+
+        [batch, kv_heads, tokens of the longest sequence, ...]. They are good until the cache
+        grows or goes; writing to them changes the cache.
+
+        Args:
+            kind: "numpy" (bfloat16 is a `BFloat16` over its bits) or "torch".
+
+        Raises:
+            NybbleError: UNSUPPORTED where the rows do not stand one after the other: rotating and
+                paged caches, and those with unquantized ends.
+        """
+        return self._rows("k", self.key_dim, kind)
+
+    def values(self, kind: str = "numpy") -> Quantized | Array:
+        """The values held; see `keys`."""
+        return self._rows("v", self.value_dim, kind)
+
+    def _rows(self, name: str, dim: int, kind: str) -> Any:
+        view = self._current()
+        if view.pages.table or view.ring.offsets or view.first.tokens or view.last.tokens:
+            raise refuse(
+                "the rows of this kind of cache do not stand one after the other",
+                lib.NYB_ERROR_UNSUPPORTED,
+            )
+        stored = getattr(view, name)
+        lead = (self.batch, self.kv_heads, len(self))
+        dtype = stored.format.dtype
+
+        def array(member: str, dtype: int, row: int) -> Any:
+            strides = (*getattr(stored, f"{member}_stride"), 1)
+            return _arrays.over_memory(kind, getattr(stored, member), dtype, (*lead, row), strides)
+
+        if stored.format.scheme == lib.NYB_PLAIN:
+            return array("codes", dtype, dim)
+        bits, group_size = stored.format.bits, stored.format.group_size
+        return Quantized(
+            array("codes", _arrays.U32, dim * bits // 32),
+            array("scales", dtype, dim // group_size),
+            array("biases", dtype, dim // group_size),
+            bits=bits,
+            group_size=group_size,
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"nybble.Cache(batch={self.batch}, kv_heads={self.kv_heads}, "
+            f"key={self.key_format}, value={self.value_format}, lengths={self.lengths})"
+        )

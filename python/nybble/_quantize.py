@@ -1,0 +1,125 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Floats to stored rows and back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from . import _arrays
+from ._arrays import Array
+from ._context import Context, default_context
+from ._errors import check, refuse
+from ._formats import Quantized
+from ._nybble import ffi, lib
+
+_RULES = {"mlx_cpu": lib.NYB_RULE_MLX_CPU, "mlx_gpu": lib.NYB_RULE_MLX_GPU}
+
+
+def rule_id(rule: str) -> int:
+    if rule not in _RULES:
+        raise refuse(f"rule is {rule!r}; it must be one of {list(_RULES)}", lib.NYB_ERROR_ENUM)
+    return int(_RULES[rule])
+
+
+def quantize(
+    array: Array,
+    bits: int = 4,
+    group_size: int = 64,
+    *,
+    dtype: Any = None,
+    rule: str = "mlx_cpu",
+    context: Context | None = None,
+) -> Quantized:
+    """Quantize rows, bit for bit as `mx.quantize` does (rule "mlx_cpu": MLX for Linux).
+
+    Args:
+        array: f32, f16 or bf16 [tokens, dim], [heads, tokens, dim] or [batch, heads, tokens, dim];
+            dim a multiple of group_size.
+        bits: 2, 3, 4, 5, 6 or 8.
+        group_size: 32, 64 or 128.
+        dtype: of scales and biases; the array's own where None.
+        rule: "mlx_cpu" or "mlx_gpu" (docs/numerics.md, section 1).
+
+    Returns:
+        A `Quantized` with three new arrays of the array's kind and its leading axes.
+
+    Raises:
+        NybbleError: NON_FINITE names the first NaN or infinity; BITS, GROUP_SIZE, DTYPE.
+    """
+    context = context or default_context()
+    reading = _arrays.read(array)
+    address, dtype_in, shape, _ = reading
+    batch, heads, tokens, *strides = _arrays.rows("array", reading)
+    if dtype_in not in (1, 2, 3):
+        raise refuse(
+            f"array is {_arrays.NAMES[dtype_in]}; it must be f32, f16 or bf16", lib.NYB_ERROR_DTYPE
+        )
+    dtype_out = dtype_in if dtype is None else _arrays.float_id(dtype)
+    dim = shape[-1]
+    call = ffi.new("nyb_quantize *")
+    call.struct_size = ffi.sizeof("nyb_quantize")
+    call.batch, call.heads, call.tokens, call.dim = batch, heads, tokens, dim
+    lib.nybpy_set_view(ffi.addressof(call, "input"), address, dtype_in, *strides)
+    call.rule = rule_id(rule)
+    out = call.output
+    out.format.scheme, out.format.bits = lib.NYB_AFFINE, bits
+    out.format.group_size, out.format.dtype = group_size, dtype_out
+    # The library's own words for what it does not have, before anything is made.
+    if lib.nyb_format_row_bytes(ffi.addressof(out, "format"), dim) < 0:
+        check(_format_status(bits, group_size))
+    lead = tuple(shape[:-1])
+    codes = _arrays.empty(array, (*lead, dim * bits // 32), _arrays.U32)
+    scales = _arrays.empty(array, (*lead, dim // group_size), dtype_out)
+    biases = _arrays.empty(array, (*lead, dim // group_size), dtype_out)
+    made = Quantized(codes, scales, biases, bits=bits, group_size=group_size)
+    ffi.memmove(ffi.addressof(call, "output"), made._stored, ffi.sizeof("nyb_stored"))
+    check(lib.nyb_quantize_run(context._c, call, ffi.NULL))
+    return made
+
+
+def _format_status(bits: int, group_size: int) -> int:
+    known = bits in (2, 3, 4, 5, 6, 8)
+    return int(lib.NYB_ERROR_GROUP_SIZE if known else lib.NYB_ERROR_BITS)
+
+
+def dequantize(
+    rows: Quantized,
+    dtype: Any = None,
+    *,
+    out: Array | None = None,
+    context: Context | None = None,
+) -> Array:
+    """Stored rows back to floats, bit for bit as `mx.dequantize` does.
+
+    Args:
+        rows: what `quantize` gives, or `Quantized` over arrays of one's own.
+        dtype: of the result; that of the scales where None (or of `out`).
+        out: where to put it: [..., dim] with the leading axes of `rows.codes`.
+
+    Returns:
+        An array of the kind of `rows.codes`, or `out`.
+
+    Raises:
+        NybbleError: SHAPE or DTYPE for an `out` that does not fit; OVERLAP.
+    """
+    context = context or default_context()
+    lead = tuple(_arrays.read(rows.codes)[2][:-1])
+    if out is None:
+        wanted = rows._stored.format.dtype if dtype is None else _arrays.float_id(dtype)
+        out = _arrays.empty(rows.codes, (*lead, rows.dim), wanted)
+    _arrays.check_writable("out", out)
+    reading = _arrays.read(out)
+    if tuple(reading[2]) != (*lead, rows.dim):
+        raise refuse(
+            f"out is {tuple(reading[2])}; it must be {(*lead, rows.dim)}", lib.NYB_ERROR_SHAPE
+        )
+    if dtype is not None and _arrays.float_id(dtype) != reading[1]:
+        raise refuse(f"out is {_arrays.NAMES[reading[1]]}, not {dtype}", lib.NYB_ERROR_DTYPE)
+    call = ffi.new("nyb_dequantize *")
+    call.struct_size = ffi.sizeof("nyb_dequantize")
+    call.batch, call.heads, call.tokens, call.dim = rows.shape
+    call.input = rows._stored[0]
+    strides = _arrays.rows("out", reading)[3:]
+    lib.nybpy_set_view(ffi.addressof(call, "output"), reading[0], reading[1], *strides)
+    check(lib.nyb_dequantize_run(context._c, call, ffi.NULL))
+    return out
