@@ -11,8 +11,9 @@ import time
 import timeit
 from collections.abc import Callable
 
-import nybble
 import numpy as np
+
+import nybble
 from nybble._nybble import ffi, lib
 
 

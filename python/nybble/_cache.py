@@ -147,6 +147,19 @@ class Cache:
         check(lib.nyb_cache_trim(self._c, which, tokens, trimmed, ffi.NULL))
         return int(trimmed[0])
 
+    def reorder(self, sources: Sequence[int] | Array) -> None:
+        """Sequence i becomes what sequence sources[i] was: beam search, continuous batching.
+
+        The batch is len(sources) afterwards.
+
+        Raises:
+            NybbleError: VALUE or SHAPE for a source that does not exist, or for none.
+        """
+        chosen = [int(source) for source in sources]
+        indices = ffi.new("int64_t[]", chosen)
+        check(lib.nyb_cache_reorder(self._c, indices, len(chosen), ffi.NULL))
+        self.batch = len(chosen)
+
     def reset(self) -> None:
         """Empty the cache; its memory is kept."""
         check(lib.nyb_cache_reset(self._c, ffi.NULL))

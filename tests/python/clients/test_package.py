@@ -244,6 +244,34 @@ def test_trim_reset_reserve() -> None:
     assert cache.lengths == [0, 0] and cache.usage().used_bytes == 0
 
 
+def test_reorder() -> None:
+    cache = nybble.Cache(3, 1, 32, key=nybble.affine(8, 32))
+    k, v = torch.randn(2, 3, 1, 10, 32)
+    cache.append(k, v)
+    cache.trim(4, sequence=1)
+    query = torch.randn(3, 2, 1, 32)
+    before = nybble.attention(query[:1].expand(3, 2, 1, 32), cache)
+    cache.reorder(torch.tensor([2, 1, 1, 0]))
+    assert cache.batch == 4 and cache.lengths == [10, 6, 6, 10]
+    after = nybble.attention(query[:1].expand(4, 2, 1, 32), cache)
+    assert torch.equal(after, before[[2, 1, 1, 0]])
+    with pytest.raises(NybbleError, match="4"):
+        cache.reorder([0, 4])
+    assert cache.batch == 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_starts_are_left_padding(kind: str) -> None:
+    k, v, q = randoms(2, 2, 12, 64), randoms(2, 2, 12, 64, seed=1), randoms(2, 4, 3, 64, seed=2)
+    starts = np.array([0, 5], np.int32)
+    out = nybble.attention(
+        *(to_kind(x, kind) for x in (q, k, v)), starts=to_kind(starts, kind, "int32")
+    )
+    for b, start in enumerate(starts):
+        alone = nybble.attention(q[b : b + 1], k[b : b + 1, :, start:], v[b : b + 1, :, start:])
+        assert np.array_equal(to_f64(out[b : b + 1]), to_f64(alone))
+
+
 def test_plain_cache_keeps_the_elements() -> None:
     cache = nybble.Cache(1, 2, 48, 80, key=nybble.plain("f32"))
     k, v = torch.randn(1, 2, 6, 48), torch.randn(1, 2, 6, 80)
