@@ -190,12 +190,15 @@ typedef struct nyb_allocator {
 typedef struct nyb_context_options {
   size_t struct_size;
   nyb_isa isa;
-  /* How many tasks may run at once. 0: as many as this process has processors, or NYBBLE_THREADS;
-   * 1: the calling thread only. The result does not depend on it by a single bit. */
+  /* How many threads the work is cut for. 0: as many as this process has processors, or
+   * NYBBLE_THREADS; 1: the calling thread only. The result does not depend on it by a single bit.
+   */
   int64_t threads;
   /* The caller's own parallel-for; NULL takes a built-in pool of `threads` threads, which serves
    * one call at a time (a second thread's call waits its turn); a library built without pthreadpool
-   * has none, and takes 1 for `threads` then. Tasks never call back into nybble.
+   * has none, and takes 1 for `threads` then. In a child of fork() its threads are gone, and calls
+   * take the calling thread alone: make a new context there. Tasks never call back into nybble, and
+   * there may be more of them than threads.
    * Contexts are cheap: one per worker, with threads = 1, suits an engine that is parallel itself.
    */
   nyb_parallel_for parallel_for;
@@ -211,15 +214,17 @@ typedef struct nyb_context_options {
 #define NYB_CONTEXT_OPTIONS_INIT NYB_INIT(nyb_context_options)
 
 /* Makes a context. options may be NULL (all defaults). Fails with NYB_ERROR_ENVIRONMENT where a
- * NYBBLE_* variable holds a word that it does not know, and with NYB_ERROR_UNSUPPORTED where the
- * ISA or backend asked for does not run here: CUDA needs an NVIDIA driver and NVRTC, which are
- * looked for when the first such context is made. *context is written only on success. */
+ * NYBBLE_* variable that it consults (isa and threads win over theirs) holds a word that it does
+ * not know, and with NYB_ERROR_UNSUPPORTED where the ISA or backend asked for does not run here:
+ * CUDA needs an NVIDIA driver and NVRTC, which are looked for when the first such context is made.
+ * *context is written only on success. */
 NYB_API nyb_status nyb_context_create(const nyb_context_options *options, nyb_context **context);
 
 /* Ends a context; every cache made and file opened with it must be
  * gone before. NULL is allowed. */
 NYB_API void nyb_context_destroy(nyb_context *context);
 
+/* Of NULL: AUTO, CPU and 0. */
 NYB_API nyb_isa nyb_context_isa(const nyb_context *context); /* NYB_ISA_CUDA on CUDA */
 NYB_API nyb_backend nyb_context_backend(const nyb_context *context);
 NYB_API int64_t nyb_context_threads(const nyb_context *context); /* that it does use */

@@ -306,14 +306,13 @@ nyb_status nyb_context_create(const nyb_context_options *options, nyb_context **
   made->parallel_for = options->parallel_for;
   made->parallel_for_data = options->parallel_for_data;
   if (made->parallel_for == NULL && threads > 1) {
-    made->pool = nyb_pool_create(threads);
-    if (made->pool == NULL) {
+    if (!nyb_pool_create(&made->pool, threads)) {
       allocator.release(allocator.user_data, made);
       return nyb_fail(NYB_ERROR_OUT_OF_MEMORY, "no pool of %lld threads could be started",
                       (long long)threads);
     }
     made->parallel_for = nyb_pool_parallel_for;
-    made->parallel_for_data = made->pool;
+    made->parallel_for_data = &made->pool;
   }
   *context = made;
   return NYB_OK;
@@ -321,14 +320,20 @@ nyb_status nyb_context_create(const nyb_context_options *options, nyb_context **
 
 void nyb_context_destroy(nyb_context *context) {
   if (context == NULL) return;
-  nyb_pool_destroy(context->pool);
+  nyb_pool_destroy(&context->pool);
   const nyb_allocator allocator = context->allocator;
   allocator.release(allocator.user_data, context);
 }
 
-nyb_isa nyb_context_isa(const nyb_context *context) { return context->isa; }
-nyb_backend nyb_context_backend(const nyb_context *context) { return context->backend; }
-int64_t nyb_context_threads(const nyb_context *context) { return context->threads; }
+nyb_isa nyb_context_isa(const nyb_context *context) {
+  return context == NULL ? NYB_ISA_AUTO : context->isa;
+}
+nyb_backend nyb_context_backend(const nyb_context *context) {
+  return context == NULL ? NYB_BACKEND_CPU : context->backend;
+}
+int64_t nyb_context_threads(const nyb_context *context) {
+  return context == NULL ? 0 : context->threads;
+}
 
 typedef struct guarded_task {
   nyb_task task;
@@ -346,7 +351,7 @@ static void run_guarded(void *data, int64_t index) {
 
 void nyb_parallel(const nyb_context *context, int64_t task_count, nyb_task task, void *task_data) {
   guarded_task guarded = {task, task_data};
-  if (task_count > 1 && context->parallel_for != NULL) {
+  if (task_count > 1 && context->threads > 1 && context->parallel_for != NULL) {
     context->parallel_for(context->parallel_for_data, task_count, run_guarded, &guarded);
     return;
   }

@@ -7,6 +7,7 @@
 
 #include "kernels.h"
 #include "nybble.h"
+#include "threads.h"
 
 typedef enum nyb_counter {
   NYB_COUNTER_ATTENTION_FUSED,
@@ -26,7 +27,7 @@ struct nyb_context {
   int64_t threads;
   nyb_parallel_for parallel_for;
   void *parallel_for_data;
-  void *pool;              /* the built-in pool behind parallel_for, or NULL */
+  nyb_pool pool;           /* the built-in one behind parallel_for, where there is one */
   nyb_path attention_path; /* what AUTO means: NYBBLE_PATH or AUTO */
   nyb_path geglu_path;
   int32_t device;                 /* CUDA: where no CUDA context is current */

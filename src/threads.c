@@ -18,9 +18,14 @@ int64_t nyb_processor_count(void) {
   return online > 0 ? online : 1;
 }
 
+static void run_in_turn(int64_t task_count, nyb_task task, void *task_data) {
+  for (int64_t i = 0; i < task_count; i++) task(task_data, i);
+}
+
 #if defined(NYB_HAVE_PTHREADPOOL)
 #include <pthread.h>
 #include <pthreadpool.h>
+#include <stdatomic.h>
 
 static void *wait_for_the_others(void *barrier) {
   pthread_mutex_lock(barrier);
@@ -46,14 +51,30 @@ static bool can_start(int64_t count) {
   return running == count;
 }
 
-bool nyb_has_pool(void) { return true; }
+/* Forks that lie between this process and the one that made the first pool. */
+static _Atomic int64_t forks;
 
-void *nyb_pool_create(int64_t threads) {
-  return can_start(threads - 1) ? pthreadpool_create((size_t)threads) : NULL;
+static void count_fork(void) { atomic_fetch_add_explicit(&forks, 1, memory_order_relaxed); }
+
+static void watch_forks(void) { pthread_atfork(NULL, NULL, count_fork); }
+
+static bool is_alive(const nyb_pool *pool) {
+  return pool->threads != NULL && pool->forks == atomic_load_explicit(&forks, memory_order_relaxed);
 }
 
-void nyb_pool_destroy(void *pool) {
-  if (pool != NULL) pthreadpool_destroy(pool);
+bool nyb_has_pool(void) { return true; }
+
+bool nyb_pool_create(nyb_pool *pool, int64_t threads) {
+  static pthread_once_t watched = PTHREAD_ONCE_INIT;
+  pthread_once(&watched, watch_forks);
+  pool->forks = atomic_load_explicit(&forks, memory_order_relaxed);
+  pool->threads = can_start(threads - 1) ? pthreadpool_create((size_t)threads) : NULL;
+  return pool->threads != NULL;
+}
+
+/* A child of fork() cannot end threads that it does not have: their memory stays. */
+void nyb_pool_destroy(nyb_pool *pool) {
+  if (is_alive(pool)) pthreadpool_destroy(pool->threads);
 }
 
 typedef struct nyb_pool_call {
@@ -87,9 +108,14 @@ static void run_index(void *data, size_t index) {
 }
 
 void nyb_pool_parallel_for(void *pool, int64_t task_count, nyb_task task, void *task_data) {
+  const nyb_pool *own = pool;
+  if (!is_alive(own)) {
+    run_in_turn(task_count, task, task_data);
+    return;
+  }
   nyb_pool_call call = {task, task_data};
   order_before(&call);
-  pthreadpool_parallelize_1d(pool, run_index, &call, (size_t)task_count, 0);
+  pthreadpool_parallelize_1d(own->threads, run_index, &call, (size_t)task_count, 0);
   order_after(&call);
 }
 
@@ -97,15 +123,16 @@ void nyb_pool_parallel_for(void *pool, int64_t task_count, nyb_task task, void *
 
 bool nyb_has_pool(void) { return false; }
 
-void *nyb_pool_create(int64_t threads) {
+bool nyb_pool_create(nyb_pool *pool, int64_t threads) {
   (void)threads;
-  return NULL;
+  pool->threads = NULL;
+  return false;
 }
 
-void nyb_pool_destroy(void *pool) { (void)pool; }
+void nyb_pool_destroy(nyb_pool *pool) { (void)pool; }
 
 void nyb_pool_parallel_for(void *pool, int64_t task_count, nyb_task task, void *task_data) {
   (void)pool;
-  for (int64_t i = 0; i < task_count; i++) task(task_data, i);
+  run_in_turn(task_count, task, task_data);
 }
 #endif

@@ -1,7 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* Contexts: options and environment that are right and wrong, the kernel table, counters, errors.
  */
-#define _DEFAULT_SOURCE /* setenv */
+#define _DEFAULT_SOURCE /* setenv, fork, alarm */
 #include <pthread.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -10,6 +10,8 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <cmocka.h>
 
@@ -194,6 +196,41 @@ static void test_threads_of_its_own(void **state) {
   free(shared);
 }
 
+/* A forked process has none of the pool's threads; its calls must not wait for them. */
+static void test_forked_process(void **state) {
+  (void)state;
+  enum { WORDS = 4096 * 16 };
+  uint32_t *parents = calloc(WORDS, 4), *childs = calloc(WORDS, 4);
+  const nyb_context_options options = {.struct_size = sizeof options, .threads = 3};
+  nyb_context *context = create(&options);
+  quantize_something(context, parents);
+  const pid_t child = fork();
+  assert_true(child >= 0);
+  if (child == 0) {
+    alarm(120);
+    quantize_something(context, childs);
+    const bool same = memcmp(childs, parents, WORDS * 4) == 0;
+    nyb_context_destroy(context);
+    _exit(same ? 0 : 1);
+  }
+  int status;
+  assert_int_equal(waitpid(child, &status, 0), child);
+  assert_true(WIFEXITED(status));
+  assert_int_equal(WEXITSTATUS(status), 0);
+  quantize_something(context, childs);
+  assert_memory_equal(childs, parents, WORDS * 4);
+  nyb_context_destroy(context);
+  free(parents);
+  free(childs);
+}
+
+static void test_no_context(void **state) {
+  (void)state;
+  assert_int_equal(nyb_context_isa(NULL), NYB_ISA_AUTO);
+  assert_int_equal(nyb_context_backend(NULL), NYB_BACKEND_CPU);
+  assert_int_equal(nyb_context_threads(NULL), 0);
+}
+
 static void test_parallel_for_of_the_caller(void **state) {
   (void)state;
   enum { WORDS = 4096 * 16 };
@@ -203,9 +240,15 @@ static void test_parallel_for_of_the_caller(void **state) {
   nyb_context *context = create(&options);
   quantize_something(context, alone);
   nyb_context_destroy(context);
-  options.threads = 8;
   options.parallel_for = count_tasks;
   options.parallel_for_data = &tasks;
+  context = create(&options);
+  quantize_something(context, shared); /* 1: the calling thread only */
+  nyb_context_destroy(context);
+  assert_int_equal(tasks, 0);
+  assert_memory_equal(alone, shared, WORDS * 4);
+  memset(shared, 0, WORDS * 4);
+  options.threads = 8;
   context = create(&options);
   assert_int_equal(nyb_context_threads(context), 8);
   quantize_something(context, shared);
@@ -445,7 +488,8 @@ int main(void) {
   const struct CMUnitTest tests[] = {
       CASE(test_defaults),           CASE(test_wrong_options),
       CASE(test_larger_struct),      CASE(test_allocator),
-      CASE(test_threads_of_its_own), CASE(test_parallel_for_of_the_caller),
+      CASE(test_threads_of_its_own), CASE(test_forked_process),
+      CASE(test_no_context),         CASE(test_parallel_for_of_the_caller),
       CASE(test_every_isa),          CASE(test_option_beats_environment),
       CASE(test_bogus_environment),  CASE(test_good_environment),
       CASE(test_kernel_table),       CASE(test_scalar_serves_everything),
