@@ -3,7 +3,7 @@
  * nybble: attention straight over a quantized KV cache, and the fused GeGLU that stands beside it.
  *
  * Reading order: status and errors, context, formats, quantize and dequantize, attention, GeGLU,
- * KV cache, safetensors files, introspection.
+ * KV cache, safetensors files, saved caches, introspection.
  *
  * Conventions, which hold for every declaration unless it says otherwise:
  *
@@ -668,6 +668,36 @@ NYB_API nyb_status nyb_safetensors_write(nyb_context *context, const char *path,
                                          const nyb_safetensors_tensor *tensors,
                                          int64_t tensor_count, const nyb_metadata *metadata,
                                          int64_t metadata_count);
+
+/* ---- Saved caches --------------------------------------------------------------------------- */
+
+/* The caches of all layers in one file: mlx-lm's prompt cache where its classes can hold a layer,
+ * else the same container with tensors of our own, which mlx-lm refuses (docs/formats.md). The file
+ * takes the tokens that are held, not the capacity. Written as nyb_safetensors_write writes, from
+ * where the rows lie. Empty caches and those on CUDA are refused. metadata is the caller's own. */
+NYB_API nyb_status nyb_cache_save(nyb_context *context, const char *path, nyb_cache *const *layers,
+                                  int64_t layer_count, const nyb_metadata *metadata,
+                                  int64_t metadata_count, nyb_stream stream);
+
+/* What a file holds: the number of layers, and the options with which a cache for layer `layer` is
+ * created (rule is NYB_RULE_MLX_CPU, capacities and limits are 0: set them as you like). Files of
+ * mlx-lm are read whichever version wrote them. */
+NYB_API nyb_status nyb_cache_file_layers(const nyb_safetensors *file, int64_t *layer_count);
+NYB_API nyb_status nyb_cache_file_options(const nyb_safetensors *file, int64_t layer,
+                                          nyb_cache_options *options);
+
+/* The metadata that was given when the file was saved, in the order of its keys. The count is 0 for
+ * a file that is no saved cache. */
+NYB_API int64_t nyb_cache_file_metadata_count(const nyb_safetensors *file);
+NYB_API nyb_status nyb_cache_file_metadata_at(const nyb_safetensors *file, int64_t index,
+                                              nyb_metadata *metadata);
+
+/* Replaces what `layers` hold by the file's. They were created as nyb_cache_file_options says;
+ * whatever differs (bits, group size, dtype, heads, dims, batch, kind, count of layers) is refused
+ * by a sentence that names both. A cache without enough room gets new memory, with some room more;
+ * reserve before to set it. On failure every cache holds what it held. */
+NYB_API nyb_status nyb_cache_load(const nyb_safetensors *file, nyb_cache *const *layers,
+                                  int64_t layer_count, nyb_stream stream);
 
 /* ---- Introspection ------------------------------------------------------------------------ */
 

@@ -51,6 +51,10 @@ static nyb_status make_room(nyb_cache *cache, const nyb_cache_sequence *states) 
   for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
     needed = nyb_larger(needed, nyb_cache_body_tokens(cache, &states[sequence]));
   }
+  if (cache->kind == NYB_CACHE_CONTIGUOUS || cache->kind == NYB_CACHE_MIXED) {
+    /* Some room more, so that the first append does not move everything. */
+    needed = nyb_smaller(needed + needed / 8 + NYB_SMALLEST_CAPACITY_TOKENS, cache->limit_tokens);
+  }
   if (cache->kind != NYB_CACHE_PAGED) {
     if (needed <= cache->storage.capacity_tokens) return NYB_OK;
     nyb_cache_storage storage;

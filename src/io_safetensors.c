@@ -36,9 +36,10 @@ struct nyb_safetensors {
   char *header; /* a private copy, in which strings are decoded in place and stay */
   nyb_safetensors_tensor *tensors;
   int64_t tensor_count, tensor_capacity;
-  int32_t *by_name; /* indices of tensors in the order of their names */
+  int32_t *by_name; /* indices of tensors in the order of their names; by_key is its second part */
   nyb_metadata *metadata;
   int64_t metadata_count, metadata_capacity;
+  int32_t *by_key; /* indices of metadata in the order of their keys */
 };
 
 /* By place in the file; an empty tensor before the one that starts at the same byte. */
@@ -473,19 +474,18 @@ static nyb_status check_places(const header_reader *reader, const int32_t *by_pl
   return NYB_OK;
 }
 
-/* Places, then duplicate names, then duplicate keys; leaves by_name sorted by name. */
+/* Duplicate keys, then duplicate names, then places; leaves both indices sorted. */
 static nyb_status check_as_a_whole(const header_reader *reader) {
   nyb_safetensors *file = reader->file;
-  const int64_t most =
-      file->tensor_count > file->metadata_count ? file->tensor_count : file->metadata_count;
-  const size_t bytes = (size_t)(most + 1) * sizeof(int32_t);
+  const size_t bytes = (size_t)(file->tensor_count + file->metadata_count + 1) * sizeof(int32_t);
   file->by_name = nyb_allocate(file->context, bytes, NYB_SAFETENSORS_ALIGNMENT);
   if (file->by_name == NULL) {
     return nyb_fail(NYB_ERROR_OUT_OF_MEMORY, "%.160s: the allocator had no %zu bytes for its index",
                     reader->path, bytes);
   }
-  nyb_sort_indices(file->by_name, file->metadata_count, nyb_compare_metadata_keys, file->metadata);
-  int64_t twice = nyb_find_equal_neighbours(file->by_name, file->metadata_count,
+  file->by_key = file->by_name + file->tensor_count;
+  nyb_sort_indices(file->by_key, file->metadata_count, nyb_compare_metadata_keys, file->metadata);
+  int64_t twice = nyb_find_equal_neighbours(file->by_key, file->metadata_count,
                                             nyb_compare_metadata_keys, file->metadata);
   if (twice >= 0) {
     return nyb_fail(NYB_ERROR_FILE_FORMAT, "%.160s: metadata \"%s\" is there twice", reader->path,
@@ -670,6 +670,58 @@ nyb_status nyb_safetensors_at(const nyb_safetensors *file, int64_t index,
   return NYB_OK;
 }
 
+/* The two sorted indices are searched by the same code. */
+typedef enum index_kind { TENSORS, METADATA } index_kind;
+
+static const char *name_at(const nyb_safetensors *file, index_kind kind, int64_t place) {
+  return kind == TENSORS ? file->tensors[file->by_name[place]].name
+                         : file->metadata[file->by_key[place]].key;
+}
+
+/* The first place whose name is not before `name`; with prefix_bytes, the first whose first bytes
+ * are behind those of `name`. */
+static int64_t lower_bound(const nyb_safetensors *file, index_kind kind, const char *name,
+                           size_t prefix_bytes) {
+  int64_t low = 0, high = kind == TENSORS ? file->tensor_count : file->metadata_count;
+  while (low < high) {
+    const int64_t middle = low + (high - low) / 2;
+    const char *candidate = name_at(file, kind, middle);
+    const bool before = prefix_bytes > 0 ? strncmp(candidate, name, prefix_bytes) <= 0
+                                         : strcmp(candidate, name) < 0;
+    if (before) {
+      low = middle + 1;
+    } else {
+      high = middle;
+    }
+  }
+  return low;
+}
+
+static int64_t count_behind(const nyb_safetensors *file, index_kind kind, const char *prefix) {
+  return lower_bound(file, kind, prefix, strlen(prefix)) - lower_bound(file, kind, prefix, 0);
+}
+
+int64_t nyb_safetensors_count_tensors(const nyb_safetensors *file, const char *prefix) {
+  return count_behind(file, TENSORS, prefix);
+}
+
+int64_t nyb_safetensors_count_metadata(const nyb_safetensors *file, const char *prefix) {
+  return count_behind(file, METADATA, prefix);
+}
+
+nyb_metadata nyb_safetensors_metadata_behind(const nyb_safetensors *file, const char *prefix,
+                                             int64_t index) {
+  return file->metadata[file->by_key[lower_bound(file, METADATA, prefix, 0) + index]];
+}
+
+bool nyb_safetensors_find_metadata(const nyb_safetensors *file, const char *key,
+                                   nyb_metadata *metadata) {
+  const int64_t at = lower_bound(file, METADATA, key, 0);
+  if (at == file->metadata_count || strcmp(name_at(file, METADATA, at), key) != 0) return false;
+  *metadata = file->metadata[file->by_key[at]];
+  return true;
+}
+
 nyb_status nyb_safetensors_find(const nyb_safetensors *file, const char *name,
                                 nyb_safetensors_tensor *tensor) {
   if (file == NULL || name == NULL || tensor == NULL) {
@@ -678,20 +730,10 @@ nyb_status nyb_safetensors_find(const nyb_safetensors *file, const char *name,
                     : name == NULL ? "name"
                                    : "tensor");
   }
-  int64_t low = 0, high = file->tensor_count;
-  while (low < high) {
-    const int64_t middle = low + (high - low) / 2;
-    const nyb_safetensors_tensor *candidate = &file->tensors[file->by_name[middle]];
-    const int order = strcmp(name, candidate->name);
-    if (order == 0) {
-      *tensor = *candidate;
-      return NYB_OK;
-    }
-    if (order < 0) {
-      high = middle;
-    } else {
-      low = middle + 1;
-    }
+  const int64_t at = lower_bound(file, TENSORS, name, 0);
+  if (at < file->tensor_count && strcmp(name_at(file, TENSORS, at), name) == 0) {
+    *tensor = file->tensors[file->by_name[at]];
+    return NYB_OK;
   }
   return nyb_fail(NYB_ERROR_NOT_FOUND, "the file has no tensor \"%s\" among its %" PRId64,
                   nyb_shown(name).text, file->tensor_count);

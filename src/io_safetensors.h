@@ -42,6 +42,28 @@ void nyb_sort_indices(int32_t *order, int64_t count, nyb_compare_fn compare, con
 int64_t nyb_find_equal_neighbours(const int32_t *order, int64_t count, nyb_compare_fn compare,
                                   const void *items);
 
+/* The metadata of that key; false, without a sentence, where there is none. */
+bool nyb_safetensors_find_metadata(const nyb_safetensors *file, const char *key,
+                                   nyb_metadata *metadata);
+/* How many names of tensors, or keys of metadata, begin with `prefix`. */
+int64_t nyb_safetensors_count_tensors(const nyb_safetensors *file, const char *prefix);
+int64_t nyb_safetensors_count_metadata(const nyb_safetensors *file, const char *prefix);
+/* The metadata whose keys begin with `prefix`, in the order of the keys: the one at `index`. */
+nyb_metadata nyb_safetensors_metadata_behind(const nyb_safetensors *file, const char *prefix,
+                                             int64_t index);
+
+/* nyb_safetensors_write() of tensors that lie in pieces: their data is NULL, and `next` gives them,
+ * tensor after tensor and from offset 0 on: it sets *piece to the bytes of `tensor` that begin at
+ * `offset` and returns how many follow each other there, at least 1. */
+typedef struct nyb_pieces {
+  int64_t (*next)(void *data, int64_t tensor, int64_t offset, const char **piece);
+  void *data;
+} nyb_pieces;
+nyb_status nyb_safetensors_write_pieces(nyb_context *context, const char *path,
+                                        const nyb_safetensors_tensor *tensors, int64_t tensor_count,
+                                        const nyb_metadata *metadata, int64_t metadata_count,
+                                        const nyb_pieces *pieces);
+
 int nyb_compare_tensor_names(const void *items, int32_t left, int32_t right);
 int nyb_compare_metadata_keys(const void *items, int32_t left, int32_t right);
 

@@ -66,8 +66,17 @@ static nyb_status check_written_shape(const nyb_safetensors_tensor *tensor) {
   return NYB_OK;
 }
 
-static nyb_status check_written_tensor(const nyb_safetensors_tensor *tensors, int64_t index) {
-  const nyb_safetensors_tensor *tensor = &tensors[index];
+typedef struct written_file {
+  const char *path;
+  const nyb_safetensors_tensor *tensors;
+  int64_t tensor_count;
+  const nyb_metadata *metadata;
+  int64_t metadata_count;
+  const nyb_pieces *pieces; /* NULL: the tensors have their data */
+} written_file;
+
+static nyb_status check_written_tensor(const written_file *file, int64_t index) {
+  const nyb_safetensors_tensor *tensor = &file->tensors[index];
   nyb_status status = check_text(tensor->name, "tensors", index, "name");
   if (status == NYB_OK) status = check_text(tensor->dtype, "tensors", index, "dtype");
   if (status != NYB_OK) return status;
@@ -77,7 +86,7 @@ static nyb_status check_written_tensor(const nyb_safetensors_tensor *tensors, in
                     index, NYB_SAFETENSORS_METADATA);
   }
   status = check_written_shape(tensor);
-  if (status == NYB_OK && tensor->data == NULL && tensor->data_bytes > 0) {
+  if (status == NYB_OK && tensor->data == NULL && tensor->data_bytes > 0 && file->pieces == NULL) {
     return nyb_fail(NYB_ERROR_NULL,
                     "tensor \"%s\": data is NULL; it must point to %" PRId64 " bytes",
                     nyb_shown(tensor->name).text, tensor->data_bytes);
@@ -126,14 +135,6 @@ static void put_sizes(text_sink *sink, const int64_t *sizes, int64_t count) {
   }
   put(sink, "]");
 }
-
-typedef struct written_file {
-  const char *path;
-  const nyb_safetensors_tensor *tensors;
-  int64_t tensor_count;
-  const nyb_metadata *metadata;
-  int64_t metadata_count;
-} written_file;
 
 static void put_header(text_sink *sink, const written_file *file) {
   put(sink, "{");
@@ -218,7 +219,7 @@ static nyb_status check_written(nyb_context *context, const written_file *file) 
   }
   int64_t total_bytes = 0;
   for (int64_t i = 0; i < file->tensor_count; i++) {
-    const nyb_status status = check_written_tensor(file->tensors, i);
+    const nyb_status status = check_written_tensor(file, i);
     if (status != NYB_OK) return status;
     if (file->tensors[i].data_bytes >
         INT64_MAX - NYB_SAFETENSORS_MAX_HEADER_BYTES - NYB_SAFETENSORS_LENGTH_BYTES - total_bytes) {
@@ -274,13 +275,48 @@ static bool write_all(int descriptor, const char *bytes, int64_t count) {
   return true;
 }
 
+/* Small pieces are gathered, so that each call of the system writes many. */
+#define GATHER_BYTES ((int64_t)1 << 18)
+
+typedef struct gathering {
+  int descriptor;
+  char *buffer; /* [GATHER_BYTES] */
+  int64_t filled;
+} gathering;
+
+static bool write_gathered(gathering *out) {
+  const int64_t bytes = out->filled;
+  out->filled = 0;
+  return write_all(out->descriptor, out->buffer, bytes);
+}
+
+static bool write_pieces(gathering *out, const written_file *file, int64_t tensor) {
+  const int64_t end = file->tensors[tensor].data_bytes;
+  for (int64_t offset = 0, bytes; offset < end; offset += bytes) {
+    const char *piece;
+    bytes = file->pieces->next(file->pieces->data, tensor, offset, &piece);
+    if (bytes > GATHER_BYTES - out->filled && !write_gathered(out)) return false;
+    if (bytes > GATHER_BYTES / 4) {
+      if (!write_gathered(out) || !write_all(out->descriptor, piece, bytes)) return false;
+    } else {
+      memcpy(out->buffer + out->filled, piece, (size_t)bytes);
+      out->filled += bytes;
+    }
+  }
+  return true;
+}
+
 /* Everything into a descriptor, down to the device; closes it in any case. */
 static nyb_status write_and_close(int descriptor, const written_file *file, const char *header,
-                                  int64_t header_bytes) {
+                                  int64_t header_bytes, char *buffer) {
+  gathering out = {.descriptor = descriptor, .buffer = buffer};
   bool written = write_all(descriptor, header, header_bytes);
   for (int64_t i = 0; written && i < file->tensor_count; i++) {
-    written = write_all(descriptor, file->tensors[i].data, file->tensors[i].data_bytes);
+    written = file->pieces != NULL
+                  ? write_pieces(&out, file, i)
+                  : write_all(descriptor, file->tensors[i].data, file->tensors[i].data_bytes);
   }
+  written = written && write_gathered(&out);
   nyb_status status = NYB_OK;
   if (!written || fsync(descriptor) != 0) status = nyb_fail_io(file->path, "cannot be written");
   if (close(descriptor) != 0 && status == NYB_OK)
@@ -308,17 +344,19 @@ static nyb_status write_beside_and_rename(nyb_context *context, const written_fi
   const char *const slash = strrchr(file->path, '/');
   const size_t folder_bytes = slash == NULL ? 0 : (size_t)(slash - file->path) + 1;
   const size_t room = 64;
-  char *temporary = nyb_allocate(context, folder_bytes + room, NYB_SAFETENSORS_ALIGNMENT);
+  const size_t bytes = folder_bytes + room + (file->pieces != NULL ? (size_t)GATHER_BYTES : 0);
+  char *temporary = nyb_allocate(context, bytes, NYB_SAFETENSORS_ALIGNMENT);
   if (temporary == NULL) {
-    return nyb_fail(NYB_ERROR_OUT_OF_MEMORY, "the allocator had no %zu bytes for a file name",
-                    folder_bytes + room);
+    return nyb_fail(NYB_ERROR_OUT_OF_MEMORY, "the allocator had no %zu bytes to write a file",
+                    bytes);
   }
   nyb_status status;
   const int descriptor = create_beside(file->path, temporary, folder_bytes, room);
   if (descriptor < 0) {
     status = nyb_fail_io(file->path, "cannot be given a temporary file beside it");
   } else {
-    status = write_and_close(descriptor, file, header, header_bytes);
+    status =
+        write_and_close(descriptor, file, header, header_bytes, temporary + folder_bytes + room);
     if (status == NYB_OK && rename(temporary, file->path) != 0) {
       status = nyb_fail_io(file->path, "cannot be replaced by the file written beside it");
     }
@@ -328,6 +366,31 @@ static nyb_status write_beside_and_rename(nyb_context *context, const written_fi
   return status;
 }
 
+static nyb_status write_file(nyb_context *context, const written_file *file) {
+  nyb_status status = check_written(context, file);
+  if (status != NYB_OK) return status;
+  struct stat info; /* renaming onto /dev/null would replace the device */
+  if (stat(file->path, &info) == 0 && !S_ISREG(info.st_mode)) {
+    return nyb_fail(NYB_ERROR_IO, "%.160s is %s; only a regular file can be replaced", file->path,
+                    S_ISDIR(info.st_mode) ? "a directory" : "a device, pipe or socket");
+  }
+  char *header = NULL;
+  int64_t header_bytes = 0;
+  status = make_header(context, file, &header, &header_bytes);
+  if (status != NYB_OK) return status;
+  status = write_beside_and_rename(context, file, header, header_bytes);
+  nyb_release(context, header);
+  return status;
+}
+
+nyb_status nyb_safetensors_write_pieces(nyb_context *context, const char *path,
+                                        const nyb_safetensors_tensor *tensors, int64_t tensor_count,
+                                        const nyb_metadata *metadata, int64_t metadata_count,
+                                        const nyb_pieces *pieces) {
+  const written_file file = {path, tensors, tensor_count, metadata, metadata_count, pieces};
+  return write_file(context, &file);
+}
+
 nyb_status nyb_safetensors_write(nyb_context *context, const char *path,
                                  const nyb_safetensors_tensor *tensors, int64_t tensor_count,
                                  const nyb_metadata *metadata, int64_t metadata_count) {
@@ -335,19 +398,6 @@ nyb_status nyb_safetensors_write(nyb_context *context, const char *path,
     return nyb_fail(NYB_ERROR_NULL, "%s is NULL; context and path must be set",
                     context == NULL ? "context" : "path");
   }
-  const written_file file = {path, tensors, tensor_count, metadata, metadata_count};
-  nyb_status status = check_written(context, &file);
-  if (status != NYB_OK) return status;
-  struct stat info; /* renaming onto /dev/null would replace the device */
-  if (stat(path, &info) == 0 && !S_ISREG(info.st_mode)) {
-    return nyb_fail(NYB_ERROR_IO, "%.160s is %s; only a regular file can be replaced", path,
-                    S_ISDIR(info.st_mode) ? "a directory" : "a device, pipe or socket");
-  }
-  char *header = NULL;
-  int64_t header_bytes = 0;
-  status = make_header(context, &file, &header, &header_bytes);
-  if (status != NYB_OK) return status;
-  status = write_beside_and_rename(context, &file, header, header_bytes);
-  nyb_release(context, header);
-  return status;
+  const written_file file = {path, tensors, tensor_count, metadata, metadata_count, NULL};
+  return write_file(context, &file);
 }
