@@ -29,9 +29,11 @@ PACKAGES := build
 bench: PACKAGES := plot
 peers: PACKAGES := peers
 
+# Tests that were configured once stay; otherwise nothing needs their packages.
+KEEP_TESTS = $(shell grep -sE '^NYBBLE_BUILD_TESTS:.*=(ON|TRUE)' build/CMakeCache.txt)
 build: ## The release build, in build/
 	@scripts/install-deps.sh $(PACKAGES)
-	@cmake --preset release $(if $(wildcard build/CMakeCache.txt),,-DNYBBLE_BUILD_TESTS=OFF)
+	@cmake --preset release $(if $(KEEP_TESTS),,-DNYBBLE_BUILD_TESTS=OFF)
 	@cmake --build --preset release --parallel $(JOBS)
 
 demo: build ## Replay a real model's attention and print the table

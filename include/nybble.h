@@ -140,7 +140,8 @@ typedef struct nyb_output {
  * FUSED that is not supported fails with NYB_ERROR_UNSUPPORTED; it never falls back. */
 typedef enum nyb_path {
   NYB_PATH_AUTO = 0,
-  NYB_PATH_FUSED = 1, /* reads the packed bytes once; never holds a score row or a float cache */
+  NYB_PATH_FUSED = 1, /* reads the packed bytes once for each block of rows; never holds a
+                             score row or a float cache */
   NYB_PATH_COMPAT = 2 /* the spelled-out steps of docs/numerics.md, one after the other */
 } nyb_path;
 

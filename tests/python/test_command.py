@@ -186,6 +186,8 @@ FAILURES = [
     (["bench", "attention", "--shape", "1,8,8,96,64", "--bits", "4"], "96"),
     (["bench", "attention", "--shape", "1024,8,8,128,1000000"], "of memory"),
     (["bench", "attention", "--shapes", "/nonexistent"], "/nonexistent"),
+    (["bench", "attention", "--shapes", "/"], "/: Is a directory"),
+    (["bench", "attention", "--shapes", "/dev/null"], "/dev/null: no shape stands in it"),
     (["quantize", "/nonexistent", "/tmp/none", "--all"], "/nonexistent"),
 ]
 
@@ -428,6 +430,18 @@ def test_small_trace(tmp_path: Path) -> None:
     report = good_json("replay", path)
     assert (report["prompt_tokens"], report["steps"]) == (4, 2)
     assert report["trace"]["dtype"] == "f32"
+
+
+@pytest.mark.parametrize(("dim", "group_size", "caches"), [(64, 64, 5), (96, 32, 5), (80, 64, 1)])
+def test_replay_chooses_the_group_size(
+    tmp_path: Path, dim: int, group_size: int, caches: int
+) -> None:
+    path = write_file(tmp_path / "t", trace_parts(dim=dim), trace_metadata())
+    results = good_json("replay", path)["results"]
+    assert results[-1]["group_size"] == group_size and len(results) == caches
+    assert ("only the 16-bit cache" in good("replay", path)) == (caches == 1)
+    asked = nybble("replay", path, "--bits", "4")
+    assert asked.returncode == (1 if caches == 1 else 0)
 
 
 def test_window_and_softcap_are_said_to_be_left_out(tmp_path: Path) -> None:
@@ -700,6 +714,16 @@ def test_quantize_file(tmp_path: Path) -> None:
         assert tensors[name] == model_tensors()[name]
     for dtype, shape, data in tensors.values():
         assert len(data) == math.prod(shape) * DTYPE_BYTES[dtype]
+
+
+def test_names_do_not_drive_the_terminal(tmp_path: Path) -> None:
+    tensors = {"\x1b[2J\u009bx\n": floats(2, 64), "\x1bodd": floats(2, 48)}
+    source = write_file(tmp_path / "in", tensors, None)
+    control = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]")
+    shown = good("quantize", source, tmp_path / "out", "--all")
+    assert "?[2J??x?" in shown and not control.search(shown)
+    failed = nybble("quantize", source, tmp_path / "out2", "--tensor", "\x1bodd")
+    assert failed.returncode == 1 and "?odd" in failed.stderr and not control.search(failed.stderr)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])

@@ -134,6 +134,7 @@ static void add_shapes_file(arguments *given, const struct argp_state *state) {
     return;
   }
   char line[256];
+  const int64_t before = given->settings.shape_count;
   while (fgets(line, sizeof line, file) != NULL) {
     line[strcspn(line, "#\n")] = '\0';
     for (size_t n = strlen(line); n > 0 && strchr(" \t\r", line[n - 1]) != NULL; n--) {
@@ -141,7 +142,11 @@ static void add_shapes_file(arguments *given, const struct argp_state *state) {
     }
     if (line[0] != '\0') add_shape(given, state, line);
   }
+  if (ferror(file)) argp_failure(state, NYB_EXIT_FAILED, errno, "%s", given->shapes_file);
   fclose(file);
+  if (given->settings.shape_count == before) {
+    argp_failure(state, NYB_EXIT_FAILED, 0, "%s: no shape stands in it", given->shapes_file);
+  }
 }
 
 static void finish_shapes(arguments *given, const struct argp_state *state) {

@@ -18,11 +18,14 @@ void nyb_progress_show(const char *format, ...) {
   if (!isatty(STDERR_FILENO)) return;
   const int64_t now_ns = nyb_now_ns();
   if (line_shown && now_ns - shown_at_ns < 100000000) return;
-  start_line();
+  char text[1024];
   va_list arguments;
   va_start(arguments, format);
-  vfprintf(stderr, format, arguments);
+  vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
+  nyb_make_printable(text);
+  start_line();
+  fputs(text, stderr);
   fflush(stderr);
   line_shown = true;
   shown_at_ns = now_ns;

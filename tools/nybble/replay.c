@@ -147,6 +147,25 @@ static int replay(nyb_context *context, const nyb_replay_settings *settings,
   return status;
 }
 
+static bool divides_rows(const nyb_trace *trace, int64_t group_size) {
+  for (int64_t i = 0; i < trace->layer_count; i++) {
+    const nyb_trace_layer *layer = &trace->layers[i];
+    if (layer->key_dim % group_size != 0 || layer->value_dim % group_size != 0) return false;
+  }
+  return true;
+}
+
+/* compares_all: no widths were asked for. Then rows that no group divides leave the 16-bit cache;
+ * asked widths are refused by the library's sentence. */
+static void choose_group_size(nyb_replay_settings *settings, const nyb_trace *trace,
+                              bool compares_all) {
+  if (settings->group_size != 0) return;
+  settings->group_size = !divides_rows(trace, 64) && divides_rows(trace, 32) ? 32 : 64;
+  if (!compares_all || divides_rows(trace, settings->group_size)) return;
+  settings->widths = (nyb_width_list){.items = {{16, 16}}, .count = 1};
+  settings->without_groups = true;
+}
+
 static int open_context(const nyb_replay_settings *settings, nyb_context **context) {
   nyb_context_options options = NYB_CONTEXT_OPTIONS_INIT;
   options.threads = settings->threads;
@@ -165,7 +184,10 @@ int nyb_command_replay(int argc, char **argv) {
               "list with commas. Without it: 16, 8, 8:4, 4 and 2"},
       {.name = "k-bits", .key = KEY_K_BITS, .arg = "BITS", .doc = "Bits of the keys"},
       {.name = "v-bits", .key = KEY_V_BITS, .arg = "BITS", .doc = "Bits of the values"},
-      {.name = "group-size", .key = 'g', .arg = "SIZE", .doc = "32, 64 or 128 (64)"},
+      {.name = "group-size",
+       .key = 'g',
+       .arg = "SIZE",
+       .doc = "32, 64 or 128 (64, or 32 where only that divides the rows)"},
       {.name = "path", .key = KEY_PATH, .arg = "PATH", .doc = "fused, compat or auto (auto)"},
       {.name = "rounding", .key = KEY_ROUNDING, .arg = "RULE", .doc = "exact or mlx (exact)"},
       {.name = "output-dtype",
@@ -204,13 +226,12 @@ int nyb_command_replay(int argc, char **argv) {
           "the last place of its row's largest output, over some of the steps. Times are those of "
           "attention alone, medians over the steps.",
   };
-  arguments given = {.settings = {.group_size = 64,
-                                  .prompt_tokens = -1,
-                                  .compared_steps = 32,
-                                  .rounding = NYB_ROUNDING_EXACT}};
+  arguments given = {
+      .settings = {.prompt_tokens = -1, .compared_steps = 32, .rounding = NYB_ROUNDING_EXACT}};
   argp_parse(&argp, argc, argv, 0, NULL, &given);
   nyb_replay_settings *settings = &given.settings;
-  if (settings->widths.count == 0) {
+  const bool compares_all = settings->widths.count == 0;
+  if (compares_all) {
     settings->widths =
         (nyb_width_list){.items = {{16, 16}, {8, 8}, {8, 4}, {4, 4}, {2, 2}}, .count = 5};
   } else if (settings->widths.count == 1) {
@@ -224,6 +245,7 @@ int nyb_command_replay(int argc, char **argv) {
   nyb_trace trace;
   status = nyb_trace_read(context, settings->file, &trace);
   if (status == 0) {
+    choose_group_size(settings, &trace, compares_all);
     status = replay(context, settings, &trace);
     nyb_trace_release(&trace);
   }

@@ -11,7 +11,7 @@
 typedef struct nyb_replay_settings {
   const char *file;
   nyb_width_list widths; /* none: the comparison of all */
-  int64_t group_size;
+  int64_t group_size;    /* 0: the trace decides */
   nyb_path path;
   nyb_rounding rounding;
   nyb_backend backend;
@@ -22,6 +22,7 @@ typedef struct nyb_replay_settings {
   int64_t compared_steps; /* at most */
   nyb_dtype output_dtype; /* 0: the trace's own */
   bool show_layers, json;
+  bool without_groups; /* no group size divides the rows: only the 16-bit cache is compared */
 } nyb_replay_settings;
 
 /* What is replayed: a trace, cut into a prompt and steps, with the right answer for each step. */

@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 #include <stdio.h>
+#include <stdlib.h>
 
 #include "replay.h"
 #include "support.h"
@@ -11,6 +12,11 @@ static double median_gb_per_s(const nyb_replay_task *task, const nyb_replay_meas
 }
 
 /* ---- Text --------------------------------------------------------------------------------- */
+
+static void print_only_plain(const nyb_replay_settings *settings) {
+  if (!settings->without_groups) return;
+  printf("note    neither 64 nor 32 divides the rows: only the 16-bit cache is replayed\n");
+}
 
 /* A trace may come from layers that do more than the attention that is replayed. */
 static void print_left_out(const nyb_trace *trace) {
@@ -28,7 +34,10 @@ static void print_heading(const nyb_context *context, const nyb_replay_settings 
                           const nyb_replay_task *task, const nyb_replay_result *first) {
   const nyb_trace *trace = task->trace;
   const nyb_trace_layer *layer = &trace->layers[0];
-  printf("trace   %s: %s\n", trace->path, trace->model);
+  char *model = nyb_command_copy_text(trace->model);
+  nyb_make_printable(model);
+  printf("trace   %s: %s\n", trace->path, model);
+  free(model);
   printf("        %lld layers (", (long long)trace->layer_count);
   for (int64_t i = 0; i < trace->layer_count; i++) {
     printf("%s%lld", i == 0 ? "" : ", ", (long long)trace->layers[i].index);
@@ -38,6 +47,7 @@ static void print_heading(const nyb_context *context, const nyb_replay_settings 
   if (layer->value_dim != layer->key_dim) printf("/%lld", (long long)layer->value_dim);
   printf(", %s, scale %g\n", nyb_dtype_name(trace->dtype), trace->scale);
   print_left_out(trace);
+  print_only_plain(settings);
   printf(
       "replay  %lld prompt tokens, %lld steps; groups of %lld, %s path, %s rounding, %s out, %s, "
       "%lld thread%s\n\n",

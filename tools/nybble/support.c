@@ -13,14 +13,23 @@
 #include "progress.h"
 
 int nyb_command_failed(const char *format, ...) {
-  nyb_progress_clear();
-  fputs("nybble: error: ", stderr);
+  char text[4096];
   va_list arguments;
   va_start(arguments, format);
-  vfprintf(stderr, format, arguments);
+  vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
-  fputc('\n', stderr);
+  nyb_make_printable(text);
+  nyb_progress_clear();
+  fprintf(stderr, "nybble: error: %s\n", text);
   return NYB_EXIT_FAILED;
+}
+
+void nyb_make_printable(char *text) {
+  for (unsigned char *c = (unsigned char *)text; *c != '\0'; c++) {
+    const bool second_set = c[0] == 0xc2 && c[1] >= 0x80 && c[1] < 0xa0; /* U+0080 to U+009F */
+    if (second_set) *c++ = '?';
+    if (second_set || *c < 0x20 || *c == 0x7f) *c = '?';
+  }
 }
 
 void *nyb_command_allocate(int64_t bytes) {

@@ -65,6 +65,7 @@ void nyb_table_add(nyb_table *table, const char *format, ...) {
   va_start(arguments, format);
   vsnprintf(text, sizeof text, format, arguments);
   va_end(arguments);
+  nyb_make_printable(text);
   append(table, nyb_command_copy_text(text));
 }
 
