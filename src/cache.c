@@ -561,9 +561,13 @@ static void view_kind(const nyb_cache *cache, nyb_attention *attention) {
   attention->last = part_view(cache, NYB_LAST);
   attention->last_begins = attention->last.tokens > 0 ? cache->counts.last_begins : NULL;
   if (cache->kind == NYB_CACHE_ROTATING) {
-    attention->window_tokens = options->window_tokens - options->window_keep_tokens;
-    attention->window_keep_tokens = options->window_keep_tokens;
-    attention->ring = (nyb_ring){cache->counts.offsets, options->window_keep_tokens};
+    const int64_t keep = options->window_keep_tokens;
+    attention->window_tokens = options->window_tokens - keep;
+    attention->window_keep_tokens = keep;
+    /* Until there is room for more than the tokens that stay there is no ring. */
+    if (attention->capacity_tokens > keep) {
+      attention->ring = (nyb_ring){cache->counts.offsets, keep};
+    }
   } else if (cache->kind == NYB_CACHE_PAGED) {
     attention->capacity_tokens = nyb_smaller(pool->table_stride * options->page_tokens, INT32_MAX);
     attention->pages =
