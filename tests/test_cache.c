@@ -968,16 +968,23 @@ static void test_batch_strides_beyond_32_bits(void **state) {
 }
 
 static size_t sparse_bytes;
+static void *sparse_block; /* of so many bytes */
 
 static void *sparse_allocate(void *user_data, size_t bytes, size_t alignment) {
   (void)alignment;
   if (bytes < (size_t)1 << 30) return test_allocate(user_data, bytes, alignment);
   sparse_bytes = bytes;
-  return sparse(bytes);
+  sparse_block = sparse(bytes);
+  return sparse_block;
 }
 
 static void sparse_release(void *user_data, void *block) {
-  if (sparse_bytes == 0 || munmap(block, sparse_bytes) != 0) test_release(user_data, block);
+  if (block != sparse_block) {
+    test_release(user_data, block);
+    return;
+  }
+  munmap(block, sparse_bytes);
+  sparse_block = NULL;
 }
 
 /* The same inside the cache: planes of 2^30 elements, so that sequence 4 begins beyond 2^32. */
@@ -1008,7 +1015,6 @@ static void test_planes_beyond_32_bits(void **state) {
     assert_memory_equal(stored_row(&view.v, 0, s, 0, 1), data + DIM, DIM * 2);
   }
   nyb_cache_destroy(cache);
-  sparse_bytes = 0;
   nyb_context_destroy(sparse_context);
   free(data);
 }
