@@ -487,6 +487,35 @@ NYB_API nyb_status nyb_attention_plan(nyb_context *context, const nyb_attention 
 NYB_API nyb_status nyb_attention_run(nyb_context *context, const nyb_attention *attention,
                                      void *workspace, size_t workspace_bytes, nyb_stream stream);
 
+/* Merges results over disjoint sets of tokens into the result over all of them:
+ *   m = max lse_i,  w_i = exp(lse_i - m),  out = sum w_i out_i / sum w_i,  lse = m + log(sum w_i),
+ * summed part after part, ascending, in f64, and rounded once. For decoding with the tokens spread
+ * over processes or devices (docs/distributed.md). Ask the parts for f32 outputs: rounded ones cost
+ * their rounding.
+ *
+ * A part of lse -inf is empty: its out is not looked at, and it changes no bit; a sole part that is
+ * not empty is the result, bit for bit, where the dtypes agree; where all are empty the result is
+ * zeros and -inf. An lse that is NaN or +inf makes the row NaN, lse too; a NaN in the out of a part
+ * that is not empty shows, however little it weighs. A NaN result is the positive quiet one. On the
+ * CPU the bits depend on the parts alone: not on ISA, machine, threads, strides or other rows.
+ * NYB_ERROR_UNSUPPORTED on CUDA. */
+typedef struct nyb_attention_merge {
+  size_t struct_size;
+  int64_t parts;                         /* 1 to 65,536 */
+  int64_t batch, query_heads, query_len; /* where one is 0 nothing is done */
+  int64_t value_dim;                     /* 1 to 65,536 */
+  const nyb_input *outs; /* [parts], host memory: each [batch, query_heads, query_len, value_dim] */
+  const nyb_input *lses; /* [parts]: each [batch, query_heads, query_len], f32; stride[2] is from
+                            query row to query row */
+  nyb_output out;        /* may be exactly outs[0], and lse exactly lses[0]; no other overlap */
+  nyb_output lse;        /* optional (data NULL) */
+} nyb_attention_merge;
+
+#define NYB_ATTENTION_MERGE_INIT NYB_INIT(nyb_attention_merge)
+
+NYB_API nyb_status nyb_attention_merge_run(nyb_context *context, const nyb_attention_merge *merge,
+                                           nyb_stream stream);
+
 /* ---- GeGLU -------------------------------------------------------------------------------- */
 
 /* out = gelu_tanh(gate) * up over [rows, columns], every step rounded to the dtype, in the order of
@@ -730,6 +759,7 @@ typedef struct nyb_counters {
   int64_t quantize;
   int64_t dequantize;
   int64_t cache_append;
+  int64_t attention_merge;
 } nyb_counters;
 
 #define NYB_COUNTERS_INIT NYB_INIT(nyb_counters)

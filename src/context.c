@@ -415,6 +415,7 @@ nyb_status nyb_counters_get(const nyb_context *context, nyb_counters *counters) 
   counters->quantize = NYB_READ(NYB_COUNTER_QUANTIZE);
   counters->dequantize = NYB_READ(NYB_COUNTER_DEQUANTIZE);
   counters->cache_append = NYB_READ(NYB_COUNTER_CACHE_APPEND);
+  counters->attention_merge = NYB_READ(NYB_COUNTER_ATTENTION_MERGE);
 #undef NYB_READ
   return NYB_OK;
 }

@@ -24,6 +24,7 @@ typedef struct check_library {
   nyb_status (*attention)(nyb_context *context, const nyb_attention *attention, void *workspace,
                           size_t workspace_bytes, nyb_stream stream);
   nyb_status (*geglu)(nyb_context *context, const nyb_geglu *geglu, nyb_stream stream);
+  nyb_status (*merge)(nyb_context *context, const nyb_attention_merge *merge, nyb_stream stream);
 } check_library;
 
 extern const check_library check_nybble;
@@ -50,7 +51,8 @@ typedef struct check_options {
   nyb_backend backend;
   int32_t device;        /* CUDA */
   nyb_isa isa;           /* AUTO: every one that runs here */
-  const char *operation; /* NULL: every one; else "quantize", "attention", "geglu" or "append" */
+  const char *operation; /* NULL: every one; else "quantize", "attention" (with its merge),
+                            "attention_merge", "geglu" or "append" */
   const char *format;    /* NULL: every one, and mixed; else the kernel table's name of one */
   const check_library *library;
   check_progress progress; /* may be NULL */
@@ -75,6 +77,7 @@ void check_free(check_run *run);
 
 void check_quantize(check_run *run);
 void check_attention(check_run *run);
+void check_attention_merge(check_run *run); /* CPU */
 void check_geglu(check_run *run);
 void check_append(check_run *run); /* CUDA */
 

@@ -15,11 +15,12 @@ const check_library check_nybble = {
     .dequantize = nyb_dequantize_run,
     .attention = nyb_attention_run,
     .geglu = nyb_geglu_run,
+    .merge = nyb_attention_merge_run,
 };
 
 /* ---- Tallies ------------------------------------------------------------------------------ */
 
-/* The spelled-out paths are no kernels, but are checked and counted beside them. */
+/* What is no kernel, but is checked and counted beside them: the spelled-out paths, the merge. */
 typedef struct path_tally {
   const char *name, *operation;
   nyb_isa isa;
@@ -29,6 +30,7 @@ static const path_tally paths[] = {
     {"geglu_compat", "geglu_compat", NYB_ISA_SCALAR},
     {"attention_compat_cuda", "attention_compat", NYB_ISA_CUDA},
     {"geglu_compat_cuda", "geglu_compat", NYB_ISA_CUDA},
+    {"attention_merge", "attention_merge", NYB_ISA_SCALAR},
 };
 enum { PATH_COUNT = sizeof paths / sizeof paths[0] };
 
@@ -178,6 +180,7 @@ void check_note_error(check_tally *tally, double error, double tolerance) {
 static int64_t path_calls(const check_run *run, const check_tally *tally) {
   nyb_counters counters = NYB_COUNTERS_INIT;
   nyb_counters_get(run->contexts[tally->kernel.isa], &counters);
+  if (strcmp(tally->kernel.operation, "attention_merge") == 0) return counters.attention_merge;
   return strcmp(tally->kernel.operation, "geglu_compat") == 0 ? counters.geglu_compat
                                                               : counters.attention_compat;
 }
@@ -286,6 +289,7 @@ check_run *check_all(const check_options *options) {
   if (operation_asked(run, "quantize")) check_quantize(run);
   if (operation_asked(run, "geglu")) check_geglu(run);
   if (operation_asked(run, "attention")) check_attention(run);
+  if (operation_asked(run, "attention_merge")) check_attention_merge(run);
   if (operation_asked(run, "cache_append") && run->options.backend == NYB_BACKEND_CUDA) {
     check_append(run);
   }

@@ -108,4 +108,9 @@ typedef struct oracle_result {
 bool oracle_attention_row(const oracle_attention *attention, const double *query, int64_t visible,
                           oracle_result *result);
 
+/* One row of nyb_attention_merge_run: outs[i] are the dim elements of part i. weights: room for
+ * `parts` numbers. */
+void oracle_merge_row(const double *lses, const double *const *outs, int64_t parts, int64_t dim,
+                      nyb_dtype out_dtype, double *weights, oracle_result *result);
+
 #endif

@@ -442,6 +442,67 @@ static void test_attention_liars_of_bits(void **state) {
   assert_caught(&library, "attention", "affine2", "depend on the number of rows");
 }
 
+/* ---- Merging ------------------------------------------------------------------------------ */
+
+static nyb_status drop_last_part(nyb_context *context, const nyb_attention_merge *m,
+                                 nyb_stream stream) {
+  nyb_attention_merge other = *m;
+  other.parts = m->parts > 1 ? m->parts - 1 : 1;
+  return nyb_attention_merge_run(context, &other, stream);
+}
+
+static nyb_status merge_last_bit(nyb_context *context, const nyb_attention_merge *m,
+                                 nyb_stream stream) {
+  const nyb_status status = nyb_attention_merge_run(context, m, stream);
+  ((uint8_t *)m->out.data)[0] ^= 1;
+  return status;
+}
+
+static nyb_status merge_past_the_end(nyb_context *context, const nyb_attention_merge *m,
+                                     nyb_stream stream) {
+  const nyb_status status = nyb_attention_merge_run(context, m, stream);
+  oracle_store(m->out.data, m->out.dtype, -1, 0);
+  return status;
+}
+
+static nyb_status merge_without_lse(nyb_context *context, const nyb_attention_merge *m,
+                                    nyb_stream stream) {
+  nyb_attention_merge other = *m;
+  other.lse.data = NULL;
+  return nyb_attention_merge_run(context, &other, stream);
+}
+
+static nyb_status lse_off_by_little(nyb_context *context, const nyb_attention_merge *m,
+                                    nyb_stream stream) {
+  const nyb_status status = nyb_attention_merge_run(context, m, stream);
+  if (m->lse.data != NULL) *(float *)m->lse.data *= 1 + 0x1p-22f;
+  return status;
+}
+
+static nyb_status merge_elsewhere(nyb_context *context, const nyb_attention_merge *m,
+                                  nyb_stream stream) {
+  (void)context;
+  return nyb_attention_merge_run(other_context(), m, stream);
+}
+
+static void test_merge_liars(void **state) {
+  (void)state;
+  static const struct {
+    nyb_status (*merge)(nyb_context *context, const nyb_attention_merge *m, nyb_stream stream);
+    const char *words;
+  } liars[] = {
+      {drop_last_part, "lse of row 0"},     {merge_last_bit, "out of row 0 element 0"},
+      {merge_past_the_end, "is no output"}, {merge_without_lse, "nan, want"},
+      {lse_off_by_little, "lse of row 0"},  {merge_elsewhere, "was not counted"},
+  };
+  assert_honest("attention_merge", NULL);
+  for (size_t i = 0; i < sizeof liars / sizeof liars[0]; i++) {
+    check_library library = check_nybble;
+    library.merge = liars[i].merge;
+    assert_caught(&library, "attention_merge", NULL, liars[i].words);
+  }
+}
+
 /* ---- The comparison itself ---------------------------------------------------------------- */
 
 static void test_comparison(void **state) {
@@ -485,6 +546,7 @@ int main(void) {
       cmocka_unit_test(test_geglu_liars),
       cmocka_unit_test(test_attention_liars),
       cmocka_unit_test(test_attention_liars_of_bits),
+      cmocka_unit_test(test_merge_liars),
       cmocka_unit_test(test_refusal_is_failure),
   };
   const int failed = cmocka_run_group_tests(tests, NULL, NULL);

@@ -365,6 +365,18 @@ static void descriptors(void) {
   }
   calls.geglu.out = (char *)calls.geglu.gate + 2;
   MUST_FAIL(geglu_fused(), NYB_ERROR_OVERLAP, "geglu.out");
+  const nyb_input view = {.data = calls.floats, .dtype = NYB_F32};
+  const nyb_attention_merge merge = {.struct_size = sizeof merge,
+                                     .parts = 1,
+                                     .batch = 1,
+                                     .query_heads = 1,
+                                     .query_len = 1,
+                                     .value_dim = DIM,
+                                     .outs = &view,
+                                     .lses = &view,
+                                     .out = {.data = calls.out, .dtype = NYB_F32}};
+  MUST_FAIL(nyb_attention_merge_run(context, &merge, stream), NYB_ERROR_UNSUPPORTED,
+            "nyb_attention_merge_run has no kernel on the cuda backend");
   MUST(launch_count == 0);
   nyb_context_destroy(context);
 }

@@ -174,6 +174,30 @@ static nyb_status run_append(work *w, nyb_context *context) {
   return status;
 }
 
+/* The input as parts of rows of DIM, whose lses were made in the default mode. */
+enum { PARTS = 32, ROWS = ELEMENTS / PARTS / DIM };
+static float lses[PARTS * ROWS];
+
+static nyb_status run_merge(work *w, nyb_context *context) {
+  nyb_input outs[PARTS], lse_views[PARTS];
+  for (int i = 0; i < PARTS; i++) {
+    const int64_t first = i * ROWS * DIM * (int64_t)nyb_dtype_bytes(w->dtype);
+    outs[i] = (nyb_input){(const char *)w->input + first, w->dtype, {ROWS * DIM, DIM, DIM}};
+    lse_views[i] = (nyb_input){lses + i * ROWS, NYB_F32, {ROWS, 1, 1}};
+  }
+  const nyb_attention_merge merge = {.struct_size = sizeof merge,
+                                     .parts = PARTS,
+                                     .batch = 1,
+                                     .query_heads = ROWS,
+                                     .query_len = 1,
+                                     .value_dim = DIM,
+                                     .outs = outs,
+                                     .lses = lse_views,
+                                     .out = {w->out, NYB_F32, {ROWS * DIM, DIM, DIM}},
+                                     .lse = {w->out + ROWS * DIM * 4, NYB_F32, {ROWS, 1, 1}}};
+  return nyb_attention_merge_run(context, &merge, NULL);
+}
+
 /* ---- The same bits in every mode ----------------------------------------------------------------
  */
 
@@ -292,6 +316,22 @@ static void test_geglu(void **state) {
   free(out);
 }
 
+static void test_merge(void **state) {
+  (void)state;
+  uint8_t *input = malloc((ELEMENTS + 64) * 4), *out = malloc(ELEMENTS * 4);
+  for (nyb_dtype dtype = NYB_F32; dtype <= NYB_BF16; dtype++) {
+    fill(input, dtype, true);
+    for (int i = 0; i < PARTS * ROWS; i++) {
+      lses[i] = (float)oracle_load(input, dtype, i) + (i % 3 == 0 ? 0 : (float)(i % 30));
+    }
+    work w = {.name = "merge", .run = run_merge, .dtype = dtype, .input = input, .out = out};
+    w.out_bytes = ROWS * (DIM + 1) * sizeof(float);
+    expect_same_bits(&w);
+  }
+  free(input);
+  free(out);
+}
+
 static void test_quantize_and_append(void **state) {
   (void)state;
   enum { QUANTIZED_BYTES = ELEMENTS / 2 + 2 * TOKENS * 2 * 4 };
@@ -327,6 +367,7 @@ int main(void) {
       cmocka_unit_test(test_attention),
       cmocka_unit_test(test_geglu),
       cmocka_unit_test(test_quantize_and_append),
+      cmocka_unit_test(test_merge),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -346,6 +346,28 @@ static void gate(nyb_context *context, nyb_dtype dtype, nyb_path path) {
   EXPECT_NOTHING(context, NYB_OK, nyb_geglu_run(context, &geglu, NULL));
 }
 
+/* Floats seen as 25 parts of 32 rows, which are two tasks. */
+static void merge_parts(nyb_context *context) {
+  enum { PARTS = 25, ROWS = 32, PART_ELEMENTS = ROWS * DIM };
+  nyb_input outs[PARTS], lses[PARTS];
+  for (int i = 0; i < PARTS; i++) {
+    outs[i] = (nyb_input){floats + i * PART_ELEMENTS, NYB_F32, {PART_ELEMENTS, DIM, DIM}};
+    lses[i] = (nyb_input){floats + i * ROWS, NYB_F32, {ROWS, 1, 1}};
+  }
+  nyb_attention_merge call = {.struct_size = sizeof call,
+                              .parts = PARTS,
+                              .batch = 1,
+                              .query_heads = ROWS,
+                              .query_len = 1,
+                              .value_dim = DIM,
+                              .outs = outs,
+                              .lses = lses,
+                              .out = {made, NYB_F32, {PART_ELEMENTS, DIM, DIM}}};
+  EXPECT_NOTHING(context, NYB_OK, nyb_attention_merge_run(context, &call, NULL));
+  call.lses = NULL;
+  EXPECT_NOTHING(context, NYB_ERROR_NULL, nyb_attention_merge_run(context, &call, NULL));
+}
+
 static void test_run_calls_allocate_nothing(void **state) {
   (void)state;
   for (int i = 0; i < ELEMENTS; i++) floats[i] = (float)(i * 7 % 101 - 50) / 50;
@@ -361,6 +383,7 @@ static void test_run_calls_allocate_nothing(void **state) {
       attend(context, &affine4, NYB_PATH_FUSED, 40);
       quantize_and_back(context);
       append(context);
+      merge_parts(context);
       nyb_context_destroy(context);
     }
   }

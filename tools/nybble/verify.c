@@ -36,7 +36,7 @@ static const struct argp_option option_list[] = {
     {"backend", OPTION_BACKEND, "NAME", 0, "Kernels of this backend: cpu or cuda (cpu)", 0},
     {"device", OPTION_DEVICE, "N", 0, "cuda: the device (0)", 0},
     {"operation", OPTION_OPERATION, "NAME", 0,
-     "Only quantize, geglu, attention or, on cuda, append", 0},
+     "Only quantize, geglu, attention, attention_merge or, on cuda, append", 0},
     {"sanitizer", OPTION_SANITIZER, NULL, 0,
      "cuda: few cases, each buffer an allocation of its own, for compute-sanitizer", 0},
     {"format", OPTION_FORMAT, "NAME", 0, "Only one stored format, as the report names it: affine4",
@@ -54,7 +54,8 @@ static bool is_format(const char *name) {
 }
 
 static error_t parse_option(int key, char *value, struct argp_state *state) {
-  static const char *const operations[] = {"quantize", "geglu", "attention", "append"};
+  static const char *const operations[] = {"quantize", "geglu", "attention", "attention_merge",
+                                           "append"};
   arguments *args = state->input;
   switch (key) {
     case OPTION_QUICK: args->options.quick = true; break;
@@ -68,11 +69,14 @@ static error_t parse_option(int key, char *value, struct argp_state *state) {
       break;
     case OPTION_SANITIZER: args->options.sanitizer = args->options.quick = true; break;
     case OPTION_OPERATION:
-      for (int i = 0; i < 4; i++) {
+      for (size_t i = 0; i < sizeof operations / sizeof operations[0]; i++) {
         if (strcmp(value, operations[i]) == 0) args->options.operation = operations[i];
       }
       if (args->options.operation == NULL) {
-        argp_error(state, "--operation %s: it must be quantize, geglu, attention or append", value);
+        argp_error(
+            state,
+            "--operation %s: it must be quantize, geglu, attention, attention_merge or append",
+            value);
       }
       break;
     case OPTION_FORMAT:
