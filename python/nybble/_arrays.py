@@ -50,7 +50,7 @@ def dtype_id(dtype: Any) -> int:
     found = _IDS.get(name)
     if found is None:
         raise refuse(f"dtype {dtype!r} is none of f32, f16 and bf16", lib.NYB_ERROR_DTYPE)
-    return found
+    return int(found)
 
 
 def float_id(dtype: Any) -> int:
@@ -228,7 +228,7 @@ def _numpy_dtype(dtype: int, like: Any) -> Any:
     if name == "bfloat16" and _module_of(like) == "numpy":
         return like.dtype
     try:
-        import ml_dtypes
+        import ml_dtypes  # type: ignore[import-not-found, unused-ignore]
     except ImportError:
         raise refuse(
             "NumPy has no bfloat16 of its own; install ml_dtypes, or ask for f16 or f32",

@@ -255,8 +255,8 @@ def attention(
     lse = None
     if options:
         call.query_heads, call.query_len = shape[1], shape[2]
-        given = (mask_array, starts, window_tokens, window_keep_tokens, sinks, alibi_slopes)
-        kept = (kept, _fill_options(call, *given, softcap))
+        fields = (mask_array, starts, window_tokens, window_keep_tokens, sinks, alibi_slopes)
+        kept = (kept, _fill_options(call, *fields, softcap))
         if return_lse:
             lse = _arrays.empty(query, out_shape[:3], _arrays.F32)
             lse_address, lse_dtype, _, lse_strides = _arrays.read(lse)

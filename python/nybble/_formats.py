@@ -34,8 +34,14 @@ class Format(NamedTuple):
         self._fill(c_format)
         size = int(lib.nyb_format_row_bytes(c_format, dim))
         if size < 0:
-            check(lib.NYB_ERROR_GROUP_SIZE)
+            check(self._status())
         return size
+
+    def _status(self) -> int:
+        """Which status goes with nyb_last_error(), where the library gave -1 instead of one."""
+        if self.bits not in (0, 2, 3, 4, 5, 6, 8):
+            return int(lib.NYB_ERROR_BITS)
+        return int(lib.NYB_ERROR_GROUP_SIZE if self.bits else lib.NYB_ERROR_SHAPE)
 
 
 def affine(bits: int, group_size: int = 64, dtype: str = "bf16") -> Format:

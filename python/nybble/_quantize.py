@@ -9,7 +9,7 @@ from . import _arrays
 from ._arrays import Array
 from ._context import Context, default_context
 from ._errors import check, refuse
-from ._formats import Quantized
+from ._formats import Format, Quantized
 from ._nybble import ffi, lib
 
 _RULES = {"mlx_cpu": lib.NYB_RULE_MLX_CPU, "mlx_gpu": lib.NYB_RULE_MLX_GPU}
@@ -56,6 +56,7 @@ def quantize(
         )
     dtype_out = dtype_in if dtype is None else _arrays.float_id(dtype)
     dim = shape[-1]
+    Format(bits, group_size, _arrays.NAMES[dtype_out]).row_bytes(dim)  # refuses what does not exist
     call = ffi.new("nyb_quantize *")
     call.struct_size = ffi.sizeof("nyb_quantize")
     call.batch, call.heads, call.tokens, call.dim = batch, heads, tokens, dim
@@ -64,9 +65,6 @@ def quantize(
     out = call.output
     out.format.scheme, out.format.bits = lib.NYB_AFFINE, bits
     out.format.group_size, out.format.dtype = group_size, dtype_out
-    # The library's own words for what it does not have, before anything is made.
-    if lib.nyb_format_row_bytes(ffi.addressof(out, "format"), dim) < 0:
-        check(_format_status(bits, group_size))
     lead = tuple(shape[:-1])
     codes = _arrays.empty(array, (*lead, dim * bits // 32), _arrays.U32)
     scales = _arrays.empty(array, (*lead, dim // group_size), dtype_out)
@@ -75,11 +73,6 @@ def quantize(
     ffi.memmove(ffi.addressof(call, "output"), made._stored, ffi.sizeof("nyb_stored"))
     check(lib.nyb_quantize_run(context._c, call, ffi.NULL))
     return made
-
-
-def _format_status(bits: int, group_size: int) -> int:
-    known = bits in (2, 3, 4, 5, 6, 8)
-    return int(lib.NYB_ERROR_GROUP_SIZE if known else lib.NYB_ERROR_BITS)
 
 
 def dequantize(
