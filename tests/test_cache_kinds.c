@@ -323,6 +323,26 @@ static nyb_cache_usage usage_of(const nyb_cache *cache) {
   return usage;
 }
 
+/* Every page is either unused or held by as many sequences as it counts. */
+static void expect_pages_counted(const nyb_cache *cache) {
+  const nyb_cache_pool *pool = &cache->pool;
+  const int64_t pages = cache->storage.blocks, page_tokens = cache->options.page_tokens;
+  int32_t *holders = calloc((size_t)pages + 1, sizeof *holders);
+  for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
+    for (int64_t page = 0; page * page_tokens < cache->lengths[sequence]; page++) {
+      holders[pool->table[sequence * pool->table_stride + page]]++;
+    }
+  }
+  int64_t unused = 0;
+  for (int64_t page = 0; page < pages; page++) {
+    assert_int_equal(holders[page], pool->references[page]);
+    unused += holders[page] == 0;
+  }
+  assert_int_equal(unused, pool->unused_count);
+  for (int64_t i = 0; i < unused; i++) assert_int_equal(holders[pool->unused[i]]++, 0);
+  free(holders);
+}
+
 /* The cache holds what the model does, every bit of it. */
 static void expect_model(const scene *s) {
   const nyb_attention view = view_of(s->cache);
@@ -345,6 +365,7 @@ static void expect_model(const scene *s) {
   const nyb_cache_usage usage = usage_of(s->cache);
   if (s->kind == NYB_CACHE_PAGED) {
     assert_true(usage.used_bytes <= bytes);
+    expect_pages_counted(s->cache);
   } else {
     assert_int_equal(usage.used_bytes, bytes);
   }
@@ -1014,8 +1035,11 @@ static void copy_through(scene *s) {
       token += from.tokens;
     }
   }
+  const nyb_cache_usage before = usage_of(s->cache);
   nyb_cache_exchange(s->cache, fresh);
   nyb_cache_destroy(fresh);
+  assert_int_equal(usage_of(s->cache).reallocations, before.reallocations);
+  assert_int_equal(usage_of(s->cache).copied_bytes, before.copied_bytes);
 }
 
 static void test_contents_through_another_cache(void **state) {
