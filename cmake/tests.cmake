@@ -65,6 +65,25 @@ if(NYBBLE_BUILD_TESTS)
     target_compile_definitions(test_context PRIVATE NYB_TEST_UNPOOLED)
   endif()
 
+  # The example over MPI, in the build that people install: MPI's own libraries are no subject of
+  # sanitizers.
+  if(NOT CMAKE_CROSSCOMPILING AND NOT NYBBLE_SANITIZE)
+    set(mpi_program "")
+    if(NYBBLE_MPI)
+      find_package(MPI COMPONENTS C)
+    endif()
+    if(NYBBLE_MPI AND MPI_C_FOUND)
+      add_executable(distributed_mpi examples/distributed_mpi.c)
+      target_link_libraries(distributed_mpi PRIVATE nybble_static MPI::MPI_C m)
+      set(mpi_program $<TARGET_FILE:distributed_mpi>)
+    else()
+      set(MPIEXEC_EXECUTABLE "")
+    endif()
+    nybble_add_test(test_distributed_mpi sh
+                    ${PROJECT_SOURCE_DIR}/tests/examples/test_distributed_mpi.sh
+                    "${MPIEXEC_EXECUTABLE}" "${mpi_program}")
+  endif()
+
   # What is installed, for the build that people install.
   if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND NOT CMAKE_CROSSCOMPILING AND NOT NYBBLE_SANITIZE)
     nybble_add_test(test_symbols sh ${PROJECT_SOURCE_DIR}/tests/install/test_symbols.sh

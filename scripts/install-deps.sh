@@ -13,6 +13,7 @@ debian_packages() {
     test)
       debian_packages build
       echo binutils pkg-config libcmocka-dev clang libclang-rt-dev llvm python3 python3-venv
+      echo libopenmpi-dev openmpi-bin
       # On AArch64 itself the NEON kernels run without an emulator.
       [ "$(dpkg --print-architecture)" = arm64 ] ||
         echo gcc-aarch64-linux-gnu libc6-dev-arm64-cross qemu-user
