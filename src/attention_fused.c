@@ -234,35 +234,41 @@ static void prepare_queries(const fused_run *run, unit *u, const part_run *part,
 
 /* ---- Tiles of tokens ------------------------------------------------------------------------ */
 
-/* Tokens first .. first + tokens - 1 of one part, read where they stand if their rows follow each
- * other; else their packed rows are gathered. */
-static nyb_tile_tokens tile_of(const fused_run *run, const unit *u, const nyb_part_rows *rows,
-                               int64_t first, int64_t tokens, const worker_memory *memory) {
-  const nyb_attention *a = run->call->attention;
-  const nyb_place place = nyb_place_of(a, u->batch, first);
-  if (place.run >= tokens) return nyb_tile_at(rows, u->kv_head, &place, tokens);
-  return nyb_gather_tile(a, u->batch, u->kv_head, rows, first, tokens, memory->gathered);
+/* Up to NYB_TILE_TOKENS tokens of one part; 0 tokens: none. */
+typedef struct tile_place {
+  int64_t first, tokens;
+  nyb_place place; /* of the first */
+} tile_place;
+
+static tile_place tile_place_of(const fused_run *run, const unit *u, int64_t first, int64_t end) {
+  tile_place at = {.first = first};
+  if (first >= end) return at;
+  at.place = nyb_place_of(run->call->attention, u->batch, first);
+  if (at.place.part_end < end) end = at.place.part_end;
+  at.tokens = end - first < NYB_TILE_TOKENS ? end - first : NYB_TILE_TOKENS;
+  return at;
 }
 
-typedef enum key_or_value { KEYS, VALUES } key_or_value;
+/* The tile's rows where they stand, if they follow each other; else they are gathered, packed. */
+static nyb_tile_tokens tile_of(const fused_run *run, const unit *u, const nyb_part_rows *rows,
+                               const tile_place *at, const worker_memory *memory) {
+  if (at->place.run >= at->tokens) return nyb_tile_at(rows, u->kv_head, &at->place, at->tokens);
+  return nyb_gather_tile(run->call->attention, u->batch, u->kv_head, rows, at->first, at->tokens,
+                         memory->gathered);
+}
 
 /* Scales and biases are few lines, which are asked for here; codes are left to the kernel. Of a
  * tile that will be gathered, the rows up to the first gap. */
-static nyb_ahead ahead_of(const fused_run *run, const unit *u, key_or_value which, int64_t first,
-                          int64_t end) {
+static nyb_ahead ahead_of(const unit *u, const nyb_part_rows *rows, const tile_place *at) {
   nyb_ahead ahead = {0};
-  if (first >= end) return ahead;
-  const nyb_place place = nyb_place_of(run->call->attention, u->batch, first);
-  const part_run *part = &run->parts[place.part];
-  const nyb_part_rows *stored = which == KEYS ? &part->k : &part->v;
-  int64_t tokens = end - first < NYB_TILE_TOKENS ? end - first : NYB_TILE_TOKENS;
-  if (place.run < tokens) tokens = place.run;
-  const nyb_tile_tokens tile = nyb_tile_at(stored, u->kv_head, &place, tokens);
+  if (at->tokens == 0) return ahead;
+  const int64_t tokens = at->place.run < at->tokens ? at->place.run : at->tokens;
+  const nyb_tile_tokens tile = nyb_tile_at(rows, u->kv_head, &at->place, tokens);
   ahead.first = tile.codes;
   ahead.stride_bytes = tile.codes_stride_bytes;
   ahead.rows = tokens;
-  ahead.row_bytes = stored->layout.codes_bytes;
-  if (!stored->layout.affine) return ahead;
+  ahead.row_bytes = rows->layout.codes_bytes;
+  if (!rows->layout.affine) return ahead;
   const int64_t stride = tile.scales_stride_bytes, step = stride > 64 ? stride : 64;
   for (int64_t byte = 0; byte < tokens * stride; byte += step) {
     __builtin_prefetch(tile.scales + byte);
@@ -315,13 +321,14 @@ static void attend_tokens(const fused_run *run, unit *u, const part_run *part, i
   const int64_t padded = nyb_padded_dim(a->value_dim);
   clear_state(state, u->rows, padded);
   prepare_queries(run, u, part, memory);
+  tile_place at = tile_place_of(run, u, begin, end);
   for (int64_t first = begin; first < end; first += NYB_TILE_TOKENS) {
-    const int64_t tokens = end - first < NYB_TILE_TOKENS ? end - first : NYB_TILE_TOKENS;
+    const int64_t tokens = at.tokens;
     const nyb_score_tile scores = {.prepared = memory->prepared,
                                    .rows = u->rows,
                                    .precise = run->precise,
-                                   .k = tile_of(run, u, &part->k, first, tokens, memory),
-                                   .ahead = ahead_of(run, u, VALUES, first, end),
+                                   .k = tile_of(run, u, &part->k, &at, memory),
+                                   .ahead = ahead_of(u, &part->v, &at),
                                    .scores = memory->scores,
                                    .scratch = memory->scratch};
     part->scores(&scores);
@@ -343,9 +350,12 @@ static void attend_tokens(const fused_run *run, unit *u, const part_run *part, i
         }
       }
     }
-    const int64_t next = first + NYB_TILE_TOKENS < end ? first + NYB_TILE_TOKENS : end;
-    add_values(run, u, part, tile_of(run, u, &part->v, first, tokens, memory),
-               ahead_of(run, u, KEYS, next, next_end), state, memory);
+    /* The next tile of this part or, at its end, of the next one. */
+    const tile_place next = tile_place_of(run, u, first + tokens, next_end);
+    add_values(run, u, part, tile_of(run, u, &part->v, &at, memory),
+               ahead_of(u, &run->parts[next.place.part].k, &next), state, memory);
+    at = next;
+    if (at.tokens > end - at.first) at.tokens = end - at.first;
   }
 }
 
