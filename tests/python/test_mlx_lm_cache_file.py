@@ -93,7 +93,7 @@ class Nybble(Library):
         )
         return cache
 
-    def append(self, cache: ctypes.c_void_p, key: mx.array, value: mx.array, dtype: str) -> None:
+    def append(self, cache: ctypes.c_void_p, key: mx.array, value: mx.array) -> None:
         def view(array: mx.array) -> tuple[Input, Any]:
             data = np.ascontiguousarray(np.array(array.astype(mx.float32)))
             strides = [stride // data.itemsize for stride in data.strides[:3]]
@@ -246,6 +246,73 @@ def test_plain_files_of_mlx_lm(nybble: Nybble, tmp_path: Path, dtype: str) -> No
             assert (stored.scheme, stored.dtype) == (PLAIN, DTYPE_ID[dtype])
 
 
+def in_order(cache: Any) -> list[mx.array]:
+    """A rotating cache's rows from the oldest on."""
+    return [cache._temporal_order(rows) for rows in (cache.keys, cache.values)]
+
+
+def expect_same_ring(got: Any, wanted: Any) -> None:
+    assert type(got) is type(wanted)
+    for name in ("offset", "keep", "max_size"):
+        assert getattr(got, name) == getattr(wanted, name), name
+    for rows, expected in zip(in_order(got), in_order(wanted), strict=True):
+        assert rows.dtype == expected.dtype
+        assert rows.shape == expected.shape
+        assert bool(mx.all(rows.view(mx.uint8) == expected.view(mx.uint8)))
+
+
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("keep", [0, 3])
+@pytest.mark.parametrize("appends", [[2], [5, 1], [5, 1, 1, 1], [5, *[1] * 9], [20], [20, 1], [3, 9],
+                                     [5, *[1] * 6, 4], [*[1] * 8], [*[1] * 13]])  # fmt: skip
+def test_rotating_files_of_mlx_lm(
+    nybble: Nybble, tmp_path: Path, appends: list[int], keep: int, older: bool
+) -> None:
+    cache = mlx_cache.RotatingKVCache(max_size=8, keep=keep)
+    for seed, tokens in enumerate(appends):
+        fill(cache, "bf16", tokens=tokens, seed=seed)
+    path = tmp_path / "saved.safetensors"
+    if older:
+        numbers = (cache.keep, cache.max_size, cache.offset, cache._idx)
+        save_as_before(path, [cache], [tuple(map(str, numbers))])
+    else:
+        mlx_cache.save_prompt_cache(str(path), [cache], METADATA)
+    (layer,), (options,), metadata = nybble.load(path)
+    assert (options.window_tokens, options.window_keep_tokens) == (8, keep)
+    assert nybble.c.nyb_cache_length(layer, 0) == sum(appends)
+    back = tmp_path / "back.safetensors"
+    nybble.save(back, [layer], metadata)
+    (loaded,) = mlx_cache.load_prompt_cache(str(back))
+    expect_same_ring(loaded, cache)
+    for seed, tokens in enumerate([1, 1, 4, 1]):  # both go on alike, and nybble's with them
+        keys, values = (
+            random_rows(tokens, KEY_DIM, "bf16", seed),
+            random_rows(tokens, VALUE_DIM, "bf16", seed + 50),
+        )
+        for each in (loaded, cache):
+            each.update_and_fetch(keys, values)
+        expect_same_ring(loaded, cache)
+        nybble.append(layer, keys, values)
+        nybble.save(back, [layer], metadata)
+        expect_same_ring(mlx_cache.load_prompt_cache(str(back))[0], cache)
+    nybble.destroy([layer])
+
+
+def test_rotating_numbers_that_contradict_each_other(nybble: Nybble, tmp_path: Path) -> None:
+    cache = mlx_cache.RotatingKVCache(max_size=8, keep=2)
+    fill(cache, "f16", tokens=6)
+    for offset, index in ((5, 6), (7, 5), (6, 7), (-1, -1), (3, 6), (9, 4)):
+        cache.offset, cache._idx = offset, index
+        path = tmp_path / "saved.safetensors"
+        mlx_cache.save_prompt_cache(str(path), [cache])
+        with pytest.raises(RefusedError, match="which contradict each other"):
+            nybble.load(path)
+    cache.offset, cache._idx, cache.keep = 6, 6, 8
+    mlx_cache.save_prompt_cache(str(path), [cache])
+    with pytest.raises(RefusedError, match="at most 8 tokens cannot keep its 8 first ones"):
+        nybble.load(path)
+
+
 def test_layers_of_several_kinds_in_one_file(nybble: Nybble, tmp_path: Path) -> None:
     layers = [mlx_cache.QuantizedKVCache(64, bits) for bits in (8, 4, 2)]
     layers = [fill(cache, "bf16", seed=seed) for seed, cache in enumerate(layers)]
@@ -274,7 +341,7 @@ def test_files_of_nybble(
         )
     )  # fmt: skip
     keys, values = random_rows(7, KEY_DIM, dtype, 1), random_rows(7, VALUE_DIM, dtype, 2)
-    nybble.append(cache, keys, values, dtype)
+    nybble.append(cache, keys, values)
     path = tmp_path / "nybble.safetensors"
     nybble.save(path, [cache], METADATA)
     nybble.destroy([cache])
@@ -349,9 +416,7 @@ def test_what_only_nybble_holds_is_refused_by_mlx_lm(nybble: Nybble, tmp_path: P
             key_format=format_of(8, 64, "bf16"), value_format=format_of(4, 64, "bf16"),
         )
     )  # fmt: skip
-    nybble.append(
-        cache, random_rows(7, KEY_DIM, "bf16", 1), random_rows(7, VALUE_DIM, "bf16", 2), "bf16"
-    )
+    nybble.append(cache, random_rows(7, KEY_DIM, "bf16", 1), random_rows(7, VALUE_DIM, "bf16", 2))
     path = tmp_path / "nybble.safetensors"
     nybble.save(path, [cache], METADATA)
     nybble.destroy([cache])
