@@ -716,6 +716,11 @@ NYB_API nyb_status nyb_cache_file_layers(const nyb_safetensors *file, int64_t *l
 NYB_API nyb_status nyb_cache_file_options(const nyb_safetensors *file, int64_t layer,
                                           nyb_cache_options *options);
 
+/* Tokens of the layer's sequences, as nyb_cache_length() gives them once they are loaded: [batch].
+ */
+NYB_API nyb_status nyb_cache_file_lengths(const nyb_safetensors *file, int64_t layer,
+                                          int64_t *lengths);
+
 /* The metadata that was given when the file was saved, in the order of its keys. The count is 0 for
  * a file that is no saved cache. */
 NYB_API int64_t nyb_cache_file_metadata_count(const nyb_safetensors *file);

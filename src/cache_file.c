@@ -790,6 +790,20 @@ nyb_status nyb_cache_file_options(const nyb_safetensors *file, int64_t layer,
   return NYB_OK;
 }
 
+nyb_status nyb_cache_file_lengths(const nyb_safetensors *file, int64_t layer, int64_t *lengths) {
+  if (lengths == NULL) {
+    return nyb_fail(NYB_ERROR_NULL,
+                    "lengths is NULL; it must point to an int64_t for each sequence");
+  }
+  nyb_file_layer read;
+  const nyb_status status = nyb_file_read_layer(file, layer, &read);
+  for (int64_t i = 0; status == NYB_OK && i < read.options.batch; i++) {
+    const nyb_cache_sequence state = nyb_file_sequence_at(&read, i);
+    lengths[i] = state.dropped + state.held;
+  }
+  return status;
+}
+
 /* ---- Metadata of the caller's own ----------------------------------------------------------- */
 
 static const char *metadata_prefix(const file_reader *reader) {

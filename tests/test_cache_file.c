@@ -269,6 +269,23 @@ static nyb_cache *load_one(const char *path) {
   return cache;
 }
 
+/* The file says how long the sequences are. */
+static void expect_lengths(const char *path, const nyb_cache *cache) {
+  nyb_safetensors *file = open_file(path);
+  nyb_cache_options options = NYB_CACHE_OPTIONS_INIT;
+  expect_ok(nyb_cache_file_options(file, 0, &options));
+  int64_t *lengths = malloc((size_t)options.batch * sizeof *lengths);
+  expect_ok(nyb_cache_file_lengths(file, 0, lengths));
+  for (int64_t i = 0; i < options.batch; i++) {
+    assert_int_equal(lengths[i], nyb_cache_length(cache, i));
+  }
+  free(lengths);
+  expect_error(nyb_cache_file_lengths(file, 0, NULL), NYB_ERROR_NULL, "lengths is NULL");
+  expect_error(nyb_cache_file_options(file, 0, NULL), NYB_ERROR_NULL, "options is NULL");
+  expect_error(nyb_cache_file_layers(file, NULL), NYB_ERROR_NULL, "layer_count is NULL");
+  nyb_safetensors_close(file);
+}
+
 /* ---- Round trips ------------------------------------------------------------------------------
  */
 
@@ -295,6 +312,7 @@ static void test_what_is_saved_loads(void **state) {
     save_one(in_folder("saved"), cache);
     nyb_cache *loaded = load_one(in_folder("saved"));
     expect_same(loaded, cache);
+    expect_lengths(in_folder("saved"), cache);
     /* Both go on alike. */
     append(cache, &cases[i].options, 2, 77);
     append(loaded, &cases[i].options, 2, 77);
@@ -370,6 +388,7 @@ static void test_every_kind_loads(void **state) {
     nyb_safetensors_close(file);
     nyb_cache *loaded = load_one(in_folder("saved"));
     expect_same(loaded, cache);
+    expect_lengths(in_folder("saved"), cache);
     const int64_t more[3] = {1, 3, 40};
     for (int n = 0; n < 3; n++) {
       append(cache, options, more[n], 77);

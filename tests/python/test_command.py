@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 COMMAND = Path(os.environ.get("NYBBLE_COMMAND", ROOT / "build" / "nybble"))
 TRACE = ROOT / "examples" / "smollm2-135m.safetensors"
 SHAPES = ROOT / "bench" / "shapes"
-SUBCOMMANDS = ("info", "verify", "replay", "bench", "quantize")
+SUBCOMMANDS = ("info", "verify", "replay", "bench", "quantize", "cache")
 DTYPE_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4, "I64": 8}
 
 if not COMMAND.exists():
@@ -815,6 +815,167 @@ def test_quantize_in_place(tmp_path: Path) -> None:
     path = write_file(tmp_path / "model", model_tensors(), None)
     good("quantize", path, path, "--tensor", "stack")
     assert read_file(path)[0]["stack"][0] == "U32"
+
+
+# ---- cache --------------------------------------------------------------------------------------
+
+
+def saved_cache(path: Path, metadata: dict[str, str] | None = None) -> Path:
+    """Two plain layers as mlx-lm saves them: [2, 3, 5, 64] of K and [2, 3, 5, 128] of V."""
+    tensors = {}
+    scalars = {"2.0": ""}
+    for layer in range(2):
+        tensors[f"{layer}.0"] = floats(2, 3, 5, 64)
+        tensors[f"{layer}.1"] = floats(2, 3, 5, 128)
+        tensors[f"{layer}.2"] = ("I32", [], struct.pack("<i", 5))
+        scalars |= {f"1.{layer}": "KVCache", f"2.{layer + 1}.0": f"{layer}.2"}
+        scalars[f"2.{layer + 1}.1"] = "scalar"
+    own = {f"0.{key}": value for key, value in (metadata or {}).items()}
+    return write_file(path, tensors, {**own, **scalars})
+
+
+def error_at_8_bits(numbers: tuple[float, ...]) -> float:
+    """How far quantized numbers may be off: half a step of 1/255 of the range; and half a step more
+    at one end, since the step is stretched or shrunk (by 1/2 in 127 at most, over 255 steps) for
+    the number of largest magnitude to be met."""
+    return 1.02 * (max(numbers) - min(numbers)) / 255
+
+
+def test_cache_info(tmp_path: Path) -> None:
+    source = saved_cache(
+        tmp_path / "in", {"model": "a model", "bell": "\a\x1b[2J\u009b" + 400 * "x"}
+    )
+    report = good_json("cache", "info", source)
+    assert report["bytes"] == 2 * (2 * 3 * 5 * 192 * 4 + 4)
+    assert report["metadata"]["model"] == "a model"
+    layer = {
+        "kind": "contiguous", "batch": 2, "kv_heads": 3, "shortest_tokens": 5, "longest_tokens": 5,
+        "keys": {"scheme": "plain", "dtype": "f32", "dim": 64},
+        "values": {"scheme": "plain", "dtype": "f32", "dim": 128},
+        "bytes": 2 * 3 * 5 * 192 * 4 + 4,
+    }  # fmt: skip
+    assert report["layers"] == [{"layer": index, **layer} for index in range(2)]
+    text = good("cache", "info", source)
+    assert re.search(r"^0-1 +contiguous +f32 +f32 +2 +3 +64/128 +5 +23044$", text, re.MULTILINE)
+    assert "model: a model\n" in text
+    assert "bell: ??[2J?xxx" in text and "\x1b" not in text and len(text.splitlines()[-2]) < 200
+
+
+def test_cache_convert_quantizes_as_quantize_does(tmp_path: Path) -> None:
+    source = saved_cache(tmp_path / "in", {"model": "a model"})
+    options = ("--bits", "4", "--group-size", "32", "--layers", "1:8:3")
+    report = good_json("cache", "convert", source, tmp_path / "out", *options)
+    assert [layer["keys"]["bits"] for layer in report["layers"]] == [4, 8]
+    assert [layer["values"]["bits"] for layer in report["layers"]] == [4, 3]
+    assert report["metadata"] == {"model": "a model"}
+    assert report == good_json("cache", "info", tmp_path / "out") | {"file": str(tmp_path / "out")}
+    quantized, _ = read_file(tmp_path / "out")
+    names = {
+        "0.0": (4, ["0.0.0", "0.0.1", "0.0.2"]),
+        "0.1": (4, ["0.1.0", "0.1.1", "0.1.2"]),
+        "1.0": (8, ["1.key.codes", "1.key.scales", "1.key.biases"]),
+        "1.1": (3, ["1.value.codes", "1.value.scales", "1.value.biases"]),
+    }
+    for name, (bits, found) in names.items():
+        width = ("--tensor", name, "--bits", bits, "--group-size", "32")
+        good("quantize", source, tmp_path / "wanted", *width)
+        wanted, _ = read_file(tmp_path / "wanted")
+        for suffix, tensor in zip(("", ".scales", ".biases"), found, strict=True):
+            assert quantized[tensor][2] == wanted[name + suffix][2], tensor
+
+
+def test_cache_convert_there_and_back(tmp_path: Path) -> None:
+    source = saved_cache(tmp_path / "in")
+    good("cache", "convert", source, tmp_path / "8", "--bits", "8")
+    good("cache", "convert", tmp_path / "8", tmp_path / "plain", "--bits", "plain")
+    before, _ = read_file(source)
+    after, metadata = read_file(tmp_path / "plain")
+    assert metadata["1.0"] == metadata["1.1"] == "KVCache"
+    assert after.keys() == before.keys()
+    for name, (dtype, shape, data) in before.items():
+        assert after[name][:2] == (dtype, shape)
+        if shape:
+            numbers, back = (
+                struct.unpack(f"<{len(data) // 4}f", d) for d in (data, after[name][2])
+            )
+            tolerance = error_at_8_bits(numbers)
+            assert all(abs(a - b) <= tolerance for a, b in zip(numbers, back, strict=True))
+    # What stays as it is, is copied bit by bit.
+    good("cache", "convert", tmp_path / "8", tmp_path / "same", "--layers", "0-1:8")
+    assert (tmp_path / "same").read_bytes() == (tmp_path / "8").read_bytes()
+
+
+def test_cache_convert_keeps_what_a_window_dropped(tmp_path: Path) -> None:
+    tensors = {"0.0": floats(2, 3, 8, 64), "0.1": floats(2, 3, 8, 64)}
+    for index, number in enumerate((21, 2, 8, 5)):  # offset, keep, max_size, index
+        tensors[f"0.{index + 2}"] = ("I32", [], struct.pack("<i", number))
+    source = write_file(tmp_path / "in", tensors, {"1.0": "RotatingKVCache", "2.0": ""})
+    report = good_json("cache", "convert", source, tmp_path / "out", "--bits", "8")
+    (layer,) = report["layers"]
+    assert (layer["kind"], layer["window_tokens"], layer["window_keep_tokens"]) == (
+        "rotating",
+        8,
+        2,
+    )
+    assert layer["longest_tokens"] == 21
+    good("cache", "convert", tmp_path / "out", tmp_path / "back", "--bits", "plain")
+    back, _ = read_file(tmp_path / "back")
+    assert back["0.2"][2] == struct.pack("<i", 21)
+    in_order = [0, 1, 5, 6, 7, 2, 3, 4]  # behind the kept ones the ring begins at the index
+    for name in ("0.0", "0.1"):
+        before = struct.unpack(f"<{2 * 3 * 8 * 64}f", tensors[name][2])
+        after = struct.unpack(f"<{2 * 3 * 8 * 64}f", back[name][2])
+        tolerance = error_at_8_bits(before)
+        for plane in range(6):
+            for row, source_row in enumerate(in_order):
+                for i in range(64):
+                    difference = (
+                        after[(plane * 8 + row) * 64 + i]
+                        - before[(plane * 8 + source_row) * 64 + i]
+                    )
+                    assert abs(difference) <= tolerance
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        ([], '"" is no action'),
+        (["show", "x"], '"show" is no action'),
+        (["info"], "FILE must be given"),
+        (["info", "a", "b"], "info takes one FILE"),
+        (["info", "a", "--bits", "4"], "the widths are convert's"),
+        (["convert", "a", "b"], "say what to convert to"),
+        (["convert", "a", "--bits", "4"], "OUT must be given"),
+        (["convert", "a", "b", "c", "--bits", "4"], '"c" is too much'),
+        (["convert", "a", "b", "--bits", "7"], '--bits has "7"'),
+        (["convert", "a", "b", "--layers", "4"], '--layers is "4"'),
+        (["convert", "a", "b", "--layers", "3-1:4"], '--layers is "1"'),
+        (["convert", "a", "b", "--layers", "0:x"], '--layers has "x"'),
+        (["convert", "a", "b", "--group-size", "48"], "--group-size is 48"),
+    ],
+)
+def test_cache_usage(arguments: list[str], sentence: str) -> None:
+    run = nybble("cache", *arguments)
+    assert run.returncode == 2
+    assert sentence in run.stderr and run.stdout == ""
+
+
+def test_cache_failure_leaves_the_output(tmp_path: Path) -> None:
+    source = saved_cache(tmp_path / "in")
+    trace = write_file(tmp_path / "none", {"x": floats(2, 64)}, None)
+    output = tmp_path / "out"
+    output.write_text("precious")
+    for file, options, sentence in (
+        (source, ["--layers", "1-2:4"], "--layers names layer 2; "),
+        (source, ["--bits", "4", "--group-size", "128"], "layer 0: options.key_format.group_size"),
+        (trace, ["--bits", "4"], "is no saved cache"),
+        (tmp_path / "missing", ["--bits", "4"], "missing cannot be opened"),
+    ):
+        run = nybble("cache", "convert", file, output, *options)
+        assert run.returncode == 1, run.stderr
+        assert sentence in run.stderr
+        assert output.read_text() == "precious"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "none", "out"]
 
 
 # ---- bench/plot.py ------------------------------------------------------------------------------

@@ -10,5 +10,6 @@ int nyb_command_verify(int argc, char **argv);
 int nyb_command_replay(int argc, char **argv);
 int nyb_command_bench(int argc, char **argv);
 int nyb_command_quantize(int argc, char **argv);
+int nyb_command_cache(int argc, char **argv);
 
 #endif

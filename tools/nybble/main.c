@@ -21,6 +21,7 @@ static const subcommand subcommands[] = {
     {"replay", nyb_command_replay, "attend over a recorded trace as a decoder would"},
     {"bench", nyb_command_bench, "measure attention, geglu, quantize and the call overhead"},
     {"quantize", nyb_command_quantize, "quantize tensors of a safetensors file"},
+    {"cache", nyb_command_cache, "show or convert a saved cache, mlx-lm's too"},
 };
 enum { SUBCOMMANDS = sizeof subcommands / sizeof subcommands[0] };
 
