@@ -248,20 +248,17 @@ static void add_layer_cells(nyb_table *table, int64_t first, int64_t last,
   nyb_table_add(table, "%lld", (long long)facts->bytes);
 }
 
-/* A file's own text, cut, and without what a terminal would obey. */
+/* A file's own text, which may be long. */
 static void print_text(const char *text) {
-  enum { MOST = 160 };
-  int shown = 0;
-  for (const unsigned char *at = (const unsigned char *)text; *at != '\0'; at++) {
-    const bool begins = (*at & 0xc0) != 0x80; /* a character, in UTF-8 */
-    if (begins && shown++ == MOST) {
-      fputs("...", stdout);
-      return;
-    }
-    const bool obeyed = *at < 0x20 || *at == 0x7f || (*at == 0xc2 && at[1] < 0xa0);
-    if (obeyed && *at == 0xc2) at++;
-    putchar(obeyed ? '?' : *at);
-  }
+  enum { MOST_BYTES = 160 };
+  char shown[MOST_BYTES + 1];
+  size_t bytes = strlen(text);
+  const bool cut = bytes > MOST_BYTES;
+  if (cut) bytes = MOST_BYTES;
+  while (cut && bytes > 0 && ((unsigned char)text[bytes] & 0xc0) == 0x80) bytes--; /* of UTF-8 */
+  snprintf(shown, sizeof shown, "%.*s", (int)bytes, text);
+  nyb_make_printable(shown);
+  printf("%s%s", shown, cut ? "..." : "");
 }
 
 static void report_text(const char *path, const saved *from) {
