@@ -341,8 +341,8 @@ typedef enum nyb_mask_array_kind {
  * weighs 0, and only there "0 times NaN" can still show: hide unwritten memory by lengths, starts
  * or window, which are never read past. */
 typedef struct nyb_mask_array {
-  const void *data; /* NULL: none */
-  nyb_mask_array_kind kind;
+  const void *data;
+  nyb_mask_array_kind kind; /* 0: none */
   nyb_dtype dtype; /* ADD: NYB_F32 or q's; BOOL: 0 */
   int64_t stride[3];
   int64_t tokens; /* columns, at least the longest length */

@@ -87,14 +87,14 @@ static nyb_status check_supported(const nyb_context *context, const nyb_attentio
     const char *field;
     bool is_set, on_cpu;
   } fields[] = {
-      {"mask NYB_MASK_CAUSAL_TOP_LEFT", a->mask == NYB_MASK_CAUSAL_TOP_LEFT, false},
-      {"window_tokens", a->window_tokens != 0, false},
-      {"window_keep_tokens", a->window_keep_tokens != 0, false},
+      {"mask NYB_MASK_CAUSAL_TOP_LEFT", a->mask == NYB_MASK_CAUSAL_TOP_LEFT, true},
+      {"window_tokens", a->window_tokens != 0, true},
+      {"window_keep_tokens", a->window_keep_tokens != 0, true},
       {"starts", a->starts != NULL, true},
-      {"mask_array", a->mask_array.data != NULL || a->mask_array.kind != 0, false},
-      {"sinks", a->sinks != NULL, false},
-      {"alibi_slopes", a->alibi_slopes != NULL, false},
-      {"softcap", a->softcap != 0, false},
+      {"mask_array", a->mask_array.data != NULL || a->mask_array.kind != 0, true},
+      {"sinks", a->sinks != NULL, true},
+      {"alibi_slopes", a->alibi_slopes != NULL, true},
+      {"softcap", a->softcap != 0, true},
       {"pages", a->pages.table != NULL || a->pages.page_tokens != 0, true},
       {"ring", a->ring.offsets != NULL || a->ring.keep_tokens != 0, true},
       {"first", a->first.tokens != 0, true},
@@ -109,11 +109,84 @@ static nyb_status check_supported(const nyb_context *context, const nyb_attentio
   return NYB_OK;
 }
 
+static nyb_status check_window(const nyb_attention *a) {
+  nyb_status status = nyb_check_size("window_tokens", a->window_tokens, 0, INT64_MAX);
+  if (status == NYB_OK) {
+    status = nyb_check_size("window_keep_tokens", a->window_keep_tokens, 0, INT64_MAX);
+  }
+  if (status != NYB_OK) return status;
+  if (a->window_tokens == 0 && a->window_keep_tokens != 0) {
+    return nyb_fail(NYB_ERROR_VALUE,
+                    "attention.window_keep_tokens is %lld and attention.window_tokens 0; without a "
+                    "window it must be 0, as all tokens are kept",
+                    (long long)a->window_keep_tokens);
+  }
+  return NYB_OK;
+}
+
+static nyb_status check_mask_array(const nyb_attention *a) {
+  const nyb_mask_array *mask = &a->mask_array;
+  if (mask->kind == 0 && mask->data == NULL) return NYB_OK;
+  if (mask->kind != NYB_MASK_ARRAY_BOOL && mask->kind != NYB_MASK_ARRAY_ADD) {
+    return nyb_fail(NYB_ERROR_ENUM,
+                    "attention.mask_array.kind is %d; it must be NYB_MASK_ARRAY_BOOL or "
+                    "NYB_MASK_ARRAY_ADD (0 where there is no mask)",
+                    (int)mask->kind);
+  }
+  if (mask->kind == NYB_MASK_ARRAY_BOOL && mask->dtype != 0) {
+    return nyb_fail(NYB_ERROR_DTYPE,
+                    "attention.mask_array.dtype is %d; with NYB_MASK_ARRAY_BOOL it must be 0",
+                    (int)mask->dtype);
+  }
+  if (mask->kind == NYB_MASK_ARRAY_ADD && mask->dtype != NYB_F32 && mask->dtype != a->q.dtype) {
+    return nyb_fail(NYB_ERROR_DTYPE,
+                    "attention.mask_array.dtype is %d; it must be NYB_F32 or that of q, %d",
+                    (int)mask->dtype, (int)a->q.dtype);
+  }
+  return nyb_check_size("mask_array.tokens", mask->tokens, 0, INT32_MAX);
+}
+
+/* Slopes, sinks and additive masks are data: what is not finite in them makes its row so. */
+static nyb_status check_softcap(const nyb_attention *a) {
+  if (!isfinite(a->softcap)) {
+    return nyb_fail(NYB_ERROR_NON_FINITE, "attention.softcap is %s; it must be finite",
+                    nyb_non_finite_name(a->softcap));
+  }
+  if (a->softcap < 0) {
+    return nyb_fail(NYB_ERROR_VALUE, "attention.softcap is %g; it must be positive, or 0 (none)",
+                    (double)a->softcap);
+  }
+  if (a->reserved != 0) {
+    return nyb_fail(NYB_ERROR_VALUE, "attention.reserved is %d; it must be 0", (int)a->reserved);
+  }
+  if (a->softcap == 0 || a->rounding != NYB_ROUNDING_MLX) return NYB_OK;
+  const float rounded = nyb_round_to(a->q.dtype, a->softcap);
+  if (rounded > 0 && isfinite(rounded)) return NYB_OK;
+  return nyb_fail(NYB_ERROR_VALUE,
+                  "attention.softcap is %g, which NYB_ROUNDING_MLX rounds to %g in q's dtype; it "
+                  "must be finite and not 0 there",
+                  (double)a->softcap, (double)rounded);
+}
+
+/* The mask has a column for each token, as lengths counts them. */
+static nyb_status check_columns(const nyb_attention *a) {
+  if (a->mask_array.kind == 0) return NYB_OK;
+  for (int64_t b = 0; b < a->batch; b++) {
+    if (a->lengths[b] <= a->mask_array.tokens) continue;
+    return nyb_fail(NYB_ERROR_LENGTH,
+                    "attention.mask_array.tokens is %lld; it must be at least the longest length, "
+                    "and attention.lengths[%lld] is %d",
+                    (long long)a->mask_array.tokens, (long long)b, (int)a->lengths[b]);
+  }
+  return NYB_OK;
+}
+
 /* ---- Checks: memory -------------------------------------------------------------------------- */
 
 /* Everything that the call reads or writes, as views. */
-/* q; lengths, starts, page table, ring offsets and last_begins; K and V of each part. */
-enum { MAX_INPUTS = 1 + 5 + 2 * NYB_STORED_MAX_VIEWS * NYB_PART_COUNT };
+/* q; lengths, starts, page table, ring offsets and last_begins; K and V of each part; the mask,
+ * sinks and slopes. */
+enum { MAX_INPUTS = 1 + 5 + 2 * NYB_STORED_MAX_VIEWS * NYB_PART_COUNT + 3 };
 typedef struct call_views {
   nyb_view inputs[MAX_INPUTS];
   int input_count;
@@ -163,6 +236,30 @@ static void add_stored(call_views *v, const nyb_attention_call *call, nyb_part_i
                                      shape, v->inputs + v->input_count);
 }
 
+static nyb_view view_of_heads(const char *member, const float *data, int64_t heads) {
+  return (nyb_view){.owner = "attention",
+                    .member = member,
+                    .data = data,
+                    .element_bytes = sizeof *data,
+                    .row_elements = heads};
+}
+
+/* What is added to scores; where it is absent there is no view. */
+static void add_bias_views(const nyb_attention *a, const int64_t query_rows[3], call_views *v) {
+  const nyb_mask_array *mask = &a->mask_array;
+  if (mask->kind != 0) {
+    const size_t bytes = mask->kind == NYB_MASK_ARRAY_BOOL ? 1 : nyb_dtype_bytes(mask->dtype);
+    v->inputs[v->input_count++] = nyb_rows_view("attention.mask_array", "data", mask->data, bytes,
+                                                mask->tokens, query_rows, mask->stride);
+  }
+  if (a->sinks != NULL) {
+    v->inputs[v->input_count++] = view_of_heads("sinks", a->sinks, a->query_heads);
+  }
+  if (a->alibi_slopes != NULL) {
+    v->inputs[v->input_count++] = view_of_heads("alibi_slopes", a->alibi_slopes, a->query_heads);
+  }
+}
+
 static call_views views_of(const nyb_attention_call *call) {
   const nyb_attention *a = call->attention;
   const int64_t query_rows[3] = {a->batch, a->query_heads, a->query_len};
@@ -173,6 +270,7 @@ static call_views views_of(const nyb_attention_call *call) {
   for (int part = 0; part < NYB_PART_COUNT; part++) {
     if (nyb_has_part(a, (nyb_part_id)part)) add_stored(&v, call, (nyb_part_id)part);
   }
+  add_bias_views(a, query_rows, &v);
   v.outputs[0] = nyb_rows_view("attention.out", "data", a->out.data, nyb_dtype_bytes(a->out.dtype),
                                a->value_dim, query_rows, a->out.stride);
   if (a->lse.data != NULL) {
@@ -246,6 +344,9 @@ static nyb_status check(nyb_context *context, const nyb_attention *a, nyb_attent
   nyb_status status = nyb_check_struct("attention", a, a->struct_size, sizeof *a);
   if (status == NYB_OK) status = check_sizes(a);
   if (status == NYB_OK) status = check_choices(a);
+  if (status == NYB_OK) status = check_window(a);
+  if (status == NYB_OK) status = check_mask_array(a);
+  if (status == NYB_OK) status = check_softcap(a);
   if (status == NYB_OK) status = check_supported(context, a);
   if (status == NYB_OK) status = nyb_check_places(a);
   if (status != NYB_OK) return status;
@@ -355,6 +456,7 @@ nyb_status nyb_attention_run(nyb_context *context, const nyb_attention *attentio
   status = nyb_extent_of(&workspace_view, &workspace_extent);
   if (status == NYB_OK) status = check_views(&views, &workspace_extent, false);
   if (status == NYB_OK && !on_cuda) status = nyb_check_place_values(attention);
+  if (status == NYB_OK && !on_cuda) status = check_columns(attention);
   if (status != NYB_OK) return status;
 
   if (on_cuda) {

@@ -4,6 +4,7 @@
 #define NYB_ATTENTION_H
 
 #include "attention_places.h"
+#include "attention_sight.h"
 #include "context.h"
 #include "format.h"
 #include "kernels.h"
@@ -20,14 +21,6 @@ typedef struct nyb_attention_call {
   nyb_row_layout keys[NYB_PART_COUNT], values[NYB_PART_COUNT]; /* of the parts that there are */
   int64_t heads_per_kv; /* query heads that share a KV head */
 } nyb_attention_call;
-
-/* Tokens that query row `row` of a sequence of `length` tokens sees: the first ones. */
-static inline int64_t nyb_visible_tokens(const nyb_attention *attention, int64_t length,
-                                         int64_t row) {
-  if (attention->mask == NYB_MASK_NONE) return length;
-  const int64_t visible = length - attention->query_len + row + 1;
-  return visible > 0 ? visible : 0;
-}
 
 /* One query row times the scale, rounded as the call asks for, to floats. */
 void nyb_load_query(const nyb_attention *attention, int64_t batch, int64_t head, int64_t row,

@@ -2,6 +2,7 @@
 /* The compat path: the steps of docs/numerics.md, section 2, one after the other, with f32 sums,
  * one per row in ascending order. It materialises a score row and takes one element at a time. It
  * is what the fused path is held against, and is never deleted. */
+#include <float.h>
 #include <math.h>
 #include <stdatomic.h>
 
@@ -54,6 +55,59 @@ static nyb_stored_row row_at(const nyb_attention *a, bool is_value, int64_t batc
   return nyb_stored_row_at(stored, place.batch, kv_head, place.row);
 }
 
+/* Where scores go once they are dots: q's dtype with NYB_ROUNDING_MLX. */
+static nyb_dtype score_dtype(const nyb_attention *a) {
+  return a->rounding == NYB_ROUNDING_MLX ? a->q.dtype : NYB_F32;
+}
+
+/* A sum with an f32 mask is an f32, and so are the probabilities. */
+static nyb_dtype probability_dtype(const nyb_attention *a) {
+  const nyb_mask_array *mask = &a->mask_array;
+  return mask->kind == NYB_MASK_ARRAY_ADD && mask->dtype == NYB_F32 ? NYB_F32 : score_dtype(a);
+}
+
+/* MLX hides by the lowest finite number, so that a row of which all is hidden weighs all alike. */
+static bool hides_by_number(const nyb_attention *a) {
+  return a->rounding == NYB_ROUNDING_MLX && a->mask_array.kind == NYB_MASK_ARRAY_BOOL;
+}
+
+static float lowest_of(nyb_dtype dtype) {
+  return dtype == NYB_F16 ? -65504 : dtype == NYB_BF16 ? -0x1.fep127f : -FLT_MAX;
+}
+
+/* Step 3 of section 2. `past` is how far the row stands behind the token, mask_row its mask. */
+static float bias_score(const nyb_attention *a, float score, int64_t past, float slope,
+                        const void *mask_row, int64_t token) {
+  const nyb_dtype dtype = score_dtype(a);
+  float s = nyb_round_to(dtype, score);
+  if (a->softcap != 0) {
+    const float softcap = nyb_round_to(dtype, a->softcap);
+    const float share = nyb_round_to(dtype, s / softcap);
+    s = nyb_round_to(dtype, nyb_round_to(dtype, tanhf(share)) * softcap);
+  }
+  if (a->alibi_slopes != NULL) {
+    const float distance = (float)(past < 0 ? -past : past);
+    s = nyb_round_to(dtype, s + nyb_round_to(dtype, -slope * distance));
+  }
+  if (mask_row == NULL) return s;
+  if (nyb_mask_hides(&a->mask_array, mask_row, token)) {
+    return hides_by_number(a) ? lowest_of(dtype) : -INFINITY;
+  }
+  if (a->mask_array.kind == NYB_MASK_ARRAY_BOOL) return s;
+  return nyb_round_to(probability_dtype(a), s + nyb_load_f32(mask_row, a->mask_array.dtype, token));
+}
+
+/* The tokens that a row sees, one after the other: the first from `token` on, or sight->end. */
+static int64_t next_seen(const nyb_attention *a, const nyb_sight *sight, const void *mask_row,
+                         int64_t token) {
+  for (; token < sight->end; token++) {
+    if (token >= sight->keep_end && token < sight->begin) token = sight->begin;
+    if (token >= sight->end || mask_row == NULL || hides_by_number(a)) break;
+    if (!nyb_mask_hides(&a->mask_array, mask_row, token)) break;
+  }
+  return token < sight->end ? token : sight->end;
+}
+
 static void attend_row(const compat_run *run, int64_t index, char *memory) {
   const nyb_attention *a = run->call->attention;
   float *scores = (float *)(void *)memory;
@@ -63,35 +117,42 @@ static void attend_row(const compat_run *run, int64_t index, char *memory) {
   const int64_t head = index / a->query_len % a->query_heads;
   const int64_t batch = index / a->query_len / a->query_heads;
   const int64_t kv_head = head / run->call->heads_per_kv;
-  const nyb_dtype round_to = a->rounding == NYB_ROUNDING_MLX ? a->q.dtype : NYB_F32;
-  const int64_t visible = nyb_visible_tokens(a, nyb_sequence_tokens(a, batch), row);
+  const int64_t position = nyb_row_position(a, batch, row);
+  const float slope = a->alibi_slopes != NULL ? a->alibi_slopes[head] : 0;
+  const void *mask_row = a->mask_array.kind != 0 ? nyb_mask_row(a, batch, head, row) : NULL;
+  const nyb_sight sight = nyb_sight_of(a, batch, row);
+  const int64_t first = next_seen(a, &sight, mask_row, 0), end = sight.end;
 
   nyb_load_query(a, batch, head, row, q);
-  float maximum = -INFINITY;
-  for (int64_t n = 0; n < visible; n++) {
+  float maximum = a->sinks != NULL ? a->sinks[head] : -INFINITY;
+  for (int64_t n = first; n < end; n = next_seen(a, &sight, mask_row, n + 1)) {
     const nyb_format *format;
     const nyb_stored_row key = row_at(a, false, batch, kv_head, n, &format);
     float score = 0;
     for (int64_t d = 0; d < a->key_dim; d++) score += q[d] * element_at(format, &key, d);
-    scores[n] = nyb_round_to(round_to, score);
+    scores[n] = bias_score(a, score, position - n, slope, mask_row, n);
     if (scores[n] > maximum) maximum = scores[n]; /* a NaN is no maximum, but makes the sum NaN */
   }
   /* Scores of -inf weigh 0 where there are no others, too; NaN stays NaN. */
   const float reference = maximum == -INFINITY ? 0 : maximum;
   float sum = 0;
-  for (int64_t n = 0; n < visible; n++) {
+  for (int64_t n = first; n < end; n = next_seen(a, &sight, mask_row, n + 1)) {
     scores[n] = expf(scores[n] - reference);
     sum += scores[n];
   }
+  if (a->sinks != NULL) sum += expf(a->sinks[head] - reference);
   const float reciprocal = 1 / sum;
   for (int64_t d = 0; d < a->value_dim; d++) out[d] = 0;
-  for (int64_t n = 0; n < visible; n++) {
-    const float p = nyb_round_to(round_to, scores[n] * reciprocal);
+  for (int64_t n = first; n < end; n = next_seen(a, &sight, mask_row, n + 1)) {
+    const float p = nyb_round_to(probability_dtype(a), scores[n] * reciprocal);
     const nyb_format *format;
     const nyb_stored_row value = row_at(a, true, batch, kv_head, n, &format);
     for (int64_t d = 0; d < a->value_dim; d++) out[d] += p * element_at(format, &value, d);
   }
-  nyb_store_row(a, batch, head, row, out, visible == 0 ? -INFINITY : maximum + logf(sum));
+  /* A sink that is not finite makes the row so, even where it sees nothing. */
+  const bool blind = first == end && sum == 0;
+  for (int64_t d = 0; d < a->value_dim && first == end && !blind; d++) out[d] = 0 / sum;
+  nyb_store_row(a, batch, head, row, out, blind ? -INFINITY : maximum + logf(sum));
 }
 
 static void work(void *data, int64_t worker) {

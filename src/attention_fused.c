@@ -17,6 +17,7 @@
 #include "attention.h"
 #include "attention_places.h"
 #include "format.h"
+#include "numeric.h"
 
 enum {
   SHARES_PER_THREAD = 4,                /* a unit of more work than a share of the call is split */
@@ -35,6 +36,15 @@ typedef struct row_state {
   float *sum;     /* [NYB_TILE_ROWS] */
 } row_state;
 
+/* What a row sees of a tile: tokens [begin, end) of one span or, where a window begins behind kept
+ * tokens, of two. A span without tokens is {0, 0}, and the first one is the empty one. */
+typedef struct token_span {
+  int32_t begin, end;
+} token_span;
+typedef struct row_spans {
+  token_span kept, rest;
+} row_spans;
+
 typedef struct worker_memory {
   float *q; /* [NYB_TILE_ROWS][nyb_padded_dim(key_dim)] */
   char *prepared;
@@ -45,6 +55,8 @@ typedef struct worker_memory {
   char *gathered;  /* a tile whose rows do not follow each other */
   float *rescale;
   int32_t *visible;
+  row_spans *spans;        /* [NYB_TILE_ROWS] */
+  nyb_bias_row *bias_rows; /* [NYB_TILE_ROWS] */
   void *scratch;
 } worker_memory;
 
@@ -73,14 +85,19 @@ static int64_t gathered_bytes(const nyb_attention_call *call) {
   return NYB_TILE_TOKENS * longest;
 }
 
-enum { SCORE_BYTES = NYB_TILE_ROWS * NYB_TILE_TOKENS * 4, SMALL_BYTES = NYB_TILE_ROWS * 4 };
+enum {
+  SCORE_BYTES = NYB_TILE_ROWS * NYB_TILE_TOKENS * 4,
+  SMALL_BYTES = NYB_TILE_ROWS * 4,
+  SPAN_BYTES = NYB_TILE_ROWS * (int)sizeof(row_spans),
+  BIAS_BYTES = NYB_TILE_ROWS * (int)sizeof(nyb_bias_row)
+};
 
 static int64_t worker_bytes(const nyb_attention_call *call) {
   const nyb_attention *a = call->attention;
   const int64_t states = nyb_has_parts(a) ? 3 : 2;
   return NYB_TILE_ROWS * (floats_bytes(a->key_dim) + nyb_prepared_bytes(a->key_dim)) + SCORE_BYTES +
          states * row_state_bytes(a, NYB_TILE_ROWS) + floats_bytes(a->value_dim) +
-         gathered_bytes(call) + 2 * SMALL_BYTES + NYB_TILE_SCRATCH_BYTES;
+         gathered_bytes(call) + 2 * SMALL_BYTES + SPAN_BYTES + BIAS_BYTES + NYB_TILE_SCRATCH_BYTES;
 }
 
 static char *take(char **memory, int64_t bytes) {
@@ -103,6 +120,8 @@ static worker_memory worker_memory_at(char *memory, const nyb_attention_call *ca
   w.gathered = take(&memory, gathered_bytes(call));
   w.rescale = (float *)(void *)take(&memory, SMALL_BYTES);
   w.visible = (int32_t *)(void *)take(&memory, SMALL_BYTES);
+  w.spans = (row_spans *)(void *)take(&memory, SPAN_BYTES);
+  w.bias_rows = (nyb_bias_row *)(void *)take(&memory, BIAS_BYTES);
   w.scratch = memory;
   return w;
 }
@@ -124,17 +143,44 @@ static int64_t units_per_sequence(const nyb_attention_call *call) {
   return call->attention->kv_heads * ((rows_per_kv_head(call) + NYB_TILE_ROWS - 1) / NYB_TILE_ROWS);
 }
 
+/* Tokens that the rows of a unit see of a sequence of that length, at most, the kept ones aside:
+ * those of a block's first row to its last, or to all that come after where nothing bounds from
+ * above. Like all that the workspace depends on, it never falls when the call grows. */
+static int64_t most_seen_in_window(const nyb_attention_call *call, int64_t length) {
+  const nyb_attention *a = call->attention;
+  const bool top_left = a->mask == NYB_MASK_CAUSAL_TOP_LEFT;
+  const int64_t seen = top_left && a->query_len < length ? a->query_len : length;
+  if (a->window_tokens == 0 || a->window_tokens >= seen) return seen;
+  const int64_t rows =
+      a->mask == NYB_MASK_NONE ? a->query_len : (rows_per_unit(call) - 1) / call->heads_per_kv + 2;
+  return a->window_tokens + rows < seen ? a->window_tokens + rows : seen;
+}
+
+static int64_t most_seen(const nyb_attention_call *call, int64_t length) {
+  const int64_t in_window = most_seen_in_window(call, length);
+  const int64_t keep = call->attention->window_keep_tokens;
+  return keep < length - in_window ? in_window + keep : length;
+}
+
+/* The chunks in which these stand: a window may begin and end amid one. */
+static int64_t most_chunks(const nyb_attention_call *call, int64_t length) {
+  const int64_t in_window = most_seen_in_window(call, length), all = chunks_of(length);
+  const int64_t keep = call->attention->window_keep_tokens;
+  const int64_t chunks = chunks_of(in_window) + chunks_of(keep < length ? keep : length) + 1;
+  return chunks < all ? chunks : all;
+}
+
 /* Partial results of the chunks of a wave, and one more: what the wave before it left unfinished.
  * Fewer than one unit for each share is split, whatever the lengths. The limit holds in bytes, not
  * in whole partial results: a larger call must not need less. */
 static int64_t partial_bytes(const nyb_attention_call *call) {
   const nyb_attention *a = call->attention;
   const int64_t threads = call->context->threads, shares = SHARES_PER_THREAD * threads;
-  if (threads == 1 || nyb_room_tokens(a) <= NYB_CHUNK_TOKENS) return 0;
+  if (threads == 1 || most_seen(call, nyb_room_tokens(a)) <= NYB_CHUNK_TOKENS) return 0;
   const int64_t all_units = a->batch * units_per_sequence(call);
   const int64_t units = all_units < shares ? all_units : shares;
   const int64_t state_bytes = row_state_bytes(a, rows_per_unit(call));
-  const int64_t wanted = (units * chunks_of(nyb_room_tokens(a)) + 1) * state_bytes;
+  const int64_t wanted = (units * most_chunks(call, nyb_room_tokens(a)) + 1) * state_bytes;
   const int64_t least = (WAVE_CHUNKS_PER_THREAD * threads + 1) * state_bytes;
   const int64_t most = least > MAX_PARTIAL_BYTES ? least : MAX_PARTIAL_BYTES;
   return wanted < most ? wanted : most;
@@ -157,14 +203,16 @@ typedef struct part_run {
 
 typedef struct fused_run {
   const nyb_attention_call *call;
+  nyb_attention_bias_fn bias; /* NULL: nothing is done to scores */
   nyb_attention_softmax_fn softmax;
   part_run parts[NYB_PART_COUNT]; /* zeros where the call has no such part */
   bool in_parts;
   bool precise;
   nyb_dtype round_scores_to;
+  float softcap; /* rounded as scores are */
   int64_t units_per_sequence;
   int64_t blocks;          /* of rows, for each KV head */
-  int64_t longest_unsplit; /* the units of longer sequences are split into their chunks */
+  int64_t longest_unsplit; /* units that see more tokens are split into their chunks */
   char *workspace;
   char *partials;              /* the first: of the unit that the wave before this one began */
   int64_t whole_units;         /* that this wave takes: all (but the split ones) or none */
@@ -179,7 +227,8 @@ typedef struct unit {
   int64_t batch, kv_head;
   int64_t first_row, rows;
   int64_t length;           /* of the sequence alone, from its start on */
-  int64_t visible;          /* tokens that the last row sees: no row sees more */
+  int64_t keep_end, begin;  /* no row sees a token from keep_end up to begin... */
+  int64_t visible;          /* ... or from here on */
   const part_run *prepared; /* for whose keys the worker's queries are prepared, or NULL */
 } unit;
 
@@ -193,8 +242,38 @@ static unit unit_at(const fused_run *run, int64_t index) {
   u.batch = index / a->kv_heads;
   u.rows = all_rows - u.first_row < NYB_TILE_ROWS ? all_rows - u.first_row : NYB_TILE_ROWS;
   u.length = nyb_sequence_tokens(a, u.batch);
-  u.visible = nyb_visible_tokens(a, u.length, (u.first_row + u.rows - 1) / run->call->heads_per_kv);
+  const int64_t last_row = u.first_row + u.rows - 1, heads = run->call->heads_per_kv;
+  const nyb_sight last = nyb_sight_of(a, u.batch, last_row / heads);
+  u.keep_end = last.keep_end;
+  u.begin = nyb_sight_of(a, u.batch, u.first_row / heads).begin;
+  u.visible = last.end;
   return u;
+}
+
+/* The chunks that a unit reads, numbered: those of the kept tokens, then those of the window. */
+static int64_t first_window_chunk(const unit *u) {
+  const int64_t kept = chunks_of(u->keep_end), first = u->begin / NYB_CHUNK_TOKENS;
+  return first > kept ? first : kept;
+}
+
+static int64_t chunk_count(const unit *u) {
+  const int64_t in_window = chunks_of(u->visible) - first_window_chunk(u);
+  return chunks_of(u->keep_end) + (in_window > 0 ? in_window : 0);
+}
+
+static int64_t chunk_at(const unit *u, int64_t index) {
+  const int64_t kept = chunks_of(u->keep_end);
+  return index < kept ? index : first_window_chunk(u) + index - kept;
+}
+
+/* Where the first tile begins of which a row may see a token: `first`, or whole tiles later. */
+static int64_t tile_from(const unit *u, int64_t first) {
+  if (first < u->keep_end || first >= u->begin) return first;
+  return first + (u->begin - first) / NYB_TILE_TOKENS * NYB_TILE_TOKENS;
+}
+
+static bool is_split(const fused_run *run, int64_t length) {
+  return most_seen(run->call, length) > run->longest_unsplit;
 }
 
 static int64_t head_of(const fused_run *run, const unit *u, int64_t row) {
@@ -279,23 +358,127 @@ static nyb_ahead ahead_of(const unit *u, const nyb_part_rows *rows, const tile_p
 
 /* ---- One chunk of one unit ------------------------------------------------------------------ */
 
-/* Rows that see the same number of the tile's tokens are summed together; the others' later tokens
- * are not read for them, whatever stands there. */
+static token_span span_within(int64_t begin, int64_t end, int64_t first, int64_t tokens) {
+  begin = begin > first ? begin - first : 0;
+  end = end < first + tokens ? end - first : tokens;
+  if (begin >= end) return (token_span){0, 0};
+  return (token_span){(int32_t)begin, (int32_t)end};
+}
+
+/* Less what the mask hides at either end: there a row reads nothing. */
+static token_span span_unmasked(const nyb_mask_array *mask, const void *mask_row, int64_t first,
+                                token_span span) {
+  while (span.begin < span.end && nyb_mask_hides(mask, mask_row, first + span.begin)) span.begin++;
+  while (span.begin < span.end && nyb_mask_hides(mask, mask_row, first + span.end - 1)) span.end--;
+  return span.begin < span.end ? span : (token_span){0, 0};
+}
+
+/* Which of the tile's tokens each row sees; false where none sees any. */
+static bool find_spans(const fused_run *run, const unit *u, int64_t first, int64_t tokens,
+                       const worker_memory *memory) {
+  const nyb_attention *a = run->call->attention;
+  bool any = false;
+  for (int64_t row = 0; row < u->rows; row++) {
+    const nyb_sight sight = nyb_sight_of(a, u->batch, query_row_of(run, u, row));
+    row_spans spans = {.kept = span_within(0, sight.keep_end, first, tokens),
+                       .rest = span_within(sight.begin, sight.end, first, tokens)};
+    if (a->mask_array.kind != 0) {
+      const void *mask_row =
+          nyb_mask_row(a, u->batch, head_of(run, u, row), query_row_of(run, u, row));
+      spans.kept = span_unmasked(&a->mask_array, mask_row, first, spans.kept);
+      spans.rest = span_unmasked(&a->mask_array, mask_row, first, spans.rest);
+    }
+    if (spans.rest.end == 0) {
+      spans.rest = spans.kept;
+      spans.kept = (token_span){0, 0};
+    }
+    memory->spans[row] = spans;
+    memory->visible[row] = spans.rest.end;
+    any |= spans.rest.end > 0;
+  }
+  return any;
+}
+
+static void bias_scores(const fused_run *run, const unit *u, int64_t first, int64_t tokens,
+                        const worker_memory *memory) {
+  const nyb_attention *a = run->call->attention;
+  const nyb_mask_array *mask = &a->mask_array;
+  const int64_t mask_bytes =
+      mask->kind == NYB_MASK_ARRAY_ADD ? (int64_t)nyb_dtype_bytes(mask->dtype) : 1;
+  for (int64_t row = 0; row < u->rows; row++) {
+    const int64_t head = head_of(run, u, row), query_row = query_row_of(run, u, row);
+    nyb_bias_row *bias = &memory->bias_rows[row];
+    bias->slope = a->alibi_slopes != NULL ? a->alibi_slopes[head] : 0;
+    bias->distance = (int32_t)(nyb_row_position(a, u->batch, query_row) - first);
+    bias->mask = NULL;
+    if (mask->kind == 0) continue;
+    bias->mask = (const char *)nyb_mask_row(a, u->batch, head, query_row) + first * mask_bytes;
+  }
+  const nyb_bias_tile tile = {.scores = memory->scores,
+                              .rows = u->rows,
+                              .tokens = tokens,
+                              .round_to = run->round_scores_to,
+                              .softcap = run->softcap,
+                              .sloped = a->alibi_slopes != NULL,
+                              .mask = mask->kind,
+                              .mask_dtype = mask->dtype,
+                              .of_rows = memory->bias_rows};
+  run->bias(&tile);
+}
+
+/* Tokens that a row does not see weigh nothing, whatever their scores. */
+static void hide_unseen(const unit *u, const worker_memory *memory) {
+  for (int64_t row = 0; row < u->rows; row++) {
+    const row_spans *spans = &memory->spans[row];
+    float *scores = memory->scores + row * NYB_TILE_TOKENS;
+    for (int32_t t = 0; t < spans->kept.begin; t++) scores[t] = -INFINITY;
+    for (int32_t t = spans->kept.end; t < spans->rest.begin; t++) scores[t] = -INFINITY;
+  }
+}
+
+/* Adds one span of rows that see the same of the tile of values. Their weights come to the front of
+ * their rows, where the span's first token is the tile's, and what is behind them becomes 0. */
+static void add_span(const fused_run *run, const part_run *part, nyb_tile_tokens v, token_span span,
+                     int64_t row, int64_t rows, nyb_ahead ahead, const row_state *state,
+                     const worker_memory *memory) {
+  float *weights = memory->scores + row * NYB_TILE_TOKENS;
+  const int64_t tokens = span.end - span.begin;
+  for (int64_t r = 0; r < rows && span.begin > 0; r++) {
+    float *of_row = weights + r * NYB_TILE_TOKENS;
+    memmove(of_row, of_row + span.begin, (size_t)tokens * sizeof(float));
+    memset(of_row + tokens, 0, (size_t)(NYB_TILE_TOKENS - tokens) * sizeof(float));
+  }
+  v.codes += span.begin * v.codes_stride_bytes;
+  if (part->v.layout.affine) {
+    v.scales += span.begin * v.scales_stride_bytes;
+    v.biases += span.begin * v.biases_stride_bytes;
+  }
+  v.tokens = tokens;
+  const nyb_value_tile tile = {.weights = weights,
+                               .rows = rows,
+                               .precise = run->precise,
+                               .v = v,
+                               .ahead = ahead,
+                               .out = state->values + row * nyb_padded_dim(v.dim),
+                               .scratch = memory->scratch};
+  part->values(&tile);
+}
+
+/* Rows that see the same of the tile are summed together; what others see is not read for them,
+ * whatever stands there. */
 static void add_values(const fused_run *run, const unit *u, const part_run *part, nyb_tile_tokens v,
                        nyb_ahead ahead, const row_state *state, const worker_memory *memory) {
   for (int64_t row = 0, next; row < u->rows; row = next) {
-    const int32_t visible = memory->visible[row];
-    for (next = row + 1; next < u->rows && memory->visible[next] == visible;) next++;
-    if (visible == 0) continue;
-    v.tokens = visible;
-    const nyb_value_tile tile = {.weights = memory->scores + row * NYB_TILE_TOKENS,
-                                 .rows = next - row,
-                                 .precise = run->precise,
-                                 .v = v,
-                                 .ahead = ahead,
-                                 .out = state->values + row * nyb_padded_dim(v.dim),
-                                 .scratch = memory->scratch};
-    part->values(&tile);
+    const row_spans *spans = &memory->spans[row];
+    for (next = row + 1; next < u->rows; next++) {
+      if (memcmp(&memory->spans[next], spans, sizeof *spans) != 0) break;
+    }
+    if (spans->rest.end == 0) continue;
+    if (spans->kept.end > 0) {
+      add_span(run, part, v, spans->kept, row, next - row, ahead, state, memory);
+      ahead.rows = 0;
+    }
+    add_span(run, part, v, spans->rest, row, next - row, ahead, state, memory);
     ahead.rows = 0;
   }
 }
@@ -304,12 +487,47 @@ static void scale_row(float *values, int64_t count, float factor) {
   for (int64_t d = 0; d < count; d++) values[d] *= factor;
 }
 
+static void clear_row(const row_state *state, int64_t row, int64_t padded_dim) {
+  memset(state->values + row * padded_dim, 0, (size_t)padded_dim * sizeof(float));
+  state->maximum[row] = -INFINITY;
+  state->sum[row] = 0;
+}
+
 static void clear_state(const row_state *state, int64_t rows, int64_t padded_dim) {
-  memset(state->values, 0, (size_t)(rows * padded_dim) * sizeof(float));
-  for (int64_t row = 0; row < rows; row++) {
-    state->maximum[row] = -INFINITY;
-    state->sum[row] = 0;
+  for (int64_t row = 0; row < rows; row++) clear_row(state, row, padded_dim);
+}
+
+/* Adds a tile to *state; `next` is the one that follows, of this part or of the next. */
+static void attend_tile(const fused_run *run, const unit *u, const part_run *part,
+                        const tile_place *at, const tile_place *next, const row_state *state,
+                        const worker_memory *memory) {
+  const int64_t padded = nyb_padded_dim(part->v.dim);
+  const nyb_score_tile scores = {.prepared = memory->prepared,
+                                 .rows = u->rows,
+                                 .precise = run->precise,
+                                 .k = tile_of(run, u, &part->k, at, memory),
+                                 .ahead = ahead_of(u, &part->v, at),
+                                 .scores = memory->scores,
+                                 .scratch = memory->scratch};
+  part->scores(&scores);
+  if (run->bias != NULL) bias_scores(run, u, at->first, at->tokens, memory);
+  hide_unseen(u, memory);
+  const nyb_softmax_tile softmax = {.scores = memory->scores,
+                                    .rows = u->rows,
+                                    .visible = memory->visible,
+                                    .round_to = run->bias == NULL ? run->round_scores_to : NYB_F32,
+                                    .maximum = state->maximum,
+                                    .sum = state->sum,
+                                    .rescale = memory->rescale};
+  if (run->softmax(&softmax)) {
+    for (int64_t row = 0; row < u->rows; row++) {
+      if (memory->rescale[row] != 1) {
+        scale_row(state->values + row * padded, padded, memory->rescale[row]);
+      }
+    }
   }
+  add_values(run, u, part, tile_of(run, u, &part->v, at, memory),
+             ahead_of(u, &run->parts[next->place.part].k, next), state, memory);
 }
 
 /* Leaves in *state, the columns in the order of the part's kernel, what the tokens from `begin` to
@@ -317,43 +535,14 @@ static void clear_state(const row_state *state, int64_t rows, int64_t padded_dim
 static void attend_tokens(const fused_run *run, unit *u, const part_run *part, int64_t begin,
                           int64_t end, int64_t next_end, const row_state *state,
                           const worker_memory *memory) {
-  const nyb_attention *a = run->call->attention;
-  const int64_t padded = nyb_padded_dim(a->value_dim);
-  clear_state(state, u->rows, padded);
+  clear_state(state, u->rows, nyb_padded_dim(part->v.dim));
   prepare_queries(run, u, part, memory);
-  tile_place at = tile_place_of(run, u, begin, end);
-  for (int64_t first = begin; first < end; first += NYB_TILE_TOKENS) {
-    const int64_t tokens = at.tokens;
-    const nyb_score_tile scores = {.prepared = memory->prepared,
-                                   .rows = u->rows,
-                                   .precise = run->precise,
-                                   .k = tile_of(run, u, &part->k, &at, memory),
-                                   .ahead = ahead_of(u, &part->v, &at),
-                                   .scores = memory->scores,
-                                   .scratch = memory->scratch};
-    part->scores(&scores);
-    for (int64_t row = 0; row < u->rows; row++) {
-      const int64_t left = nyb_visible_tokens(a, u->length, query_row_of(run, u, row)) - first;
-      memory->visible[row] = (int32_t)(left < 0 ? 0 : left < tokens ? left : tokens);
+  tile_place at = tile_place_of(run, u, tile_from(u, begin), end);
+  while (at.first < end) {
+    const tile_place next = tile_place_of(run, u, tile_from(u, at.first + at.tokens), next_end);
+    if (find_spans(run, u, at.first, at.tokens, memory)) {
+      attend_tile(run, u, part, &at, &next, state, memory);
     }
-    const nyb_softmax_tile softmax = {.scores = memory->scores,
-                                      .rows = u->rows,
-                                      .visible = memory->visible,
-                                      .round_to = run->round_scores_to,
-                                      .maximum = state->maximum,
-                                      .sum = state->sum,
-                                      .rescale = memory->rescale};
-    if (run->softmax(&softmax)) {
-      for (int64_t row = 0; row < u->rows; row++) {
-        if (memory->rescale[row] != 1) {
-          scale_row(state->values + row * padded, padded, memory->rescale[row]);
-        }
-      }
-    }
-    /* The next tile of this part or, at its end, of the next one. */
-    const tile_place next = tile_place_of(run, u, first + tokens, next_end);
-    add_values(run, u, part, tile_of(run, u, &part->v, &at, memory),
-               ahead_of(u, &run->parts[next.place.part].k, &next), state, memory);
     at = next;
     if (at.tokens > end - at.first) at.tokens = end - at.first;
   }
@@ -430,7 +619,7 @@ static void attend_chunk(const fused_run *run, unit *u, int64_t chunk,
   const int64_t begin = chunk * NYB_CHUNK_TOKENS;
   const int64_t end = begin + NYB_CHUNK_TOKENS < u->visible ? begin + NYB_CHUNK_TOKENS : u->visible;
   /* A whole unit's next chunk follows; of a split one, another worker may have taken it. */
-  const int64_t next_end = u->length > run->longest_unsplit ? end : u->visible;
+  const int64_t next_end = is_split(run, u->length) ? end : u->visible;
   if (run->in_parts) {
     attend_pieces(run, u, begin, end, next_end, memory);
   } else {
@@ -439,14 +628,45 @@ static void attend_chunk(const fused_run *run, unit *u, int64_t chunk,
   }
 }
 
+/* A sink is a token more, without a value: it only adds to the sum. */
+static void add_sink(const row_state *state, int64_t row, int64_t padded_dim, float sink) {
+  const float before = state->maximum[row];
+  const float maximum = before > sink ? before : sink; /* or NaN, where the sink is */
+  if (maximum == -INFINITY) return;
+  const float keep = expf(before - maximum);
+  float *values = state->values + row * padded_dim;
+  for (int64_t d = 0; d < padded_dim; d++) values[d] *= keep;
+  state->sum[row] = state->sum[row] * keep + expf(sink - maximum);
+  state->maximum[row] = maximum;
+}
+
+/* Whether a row sees a token, though it may weigh nothing. */
+static bool sees_any(const fused_run *run, const unit *u, int64_t row) {
+  const nyb_attention *a = run->call->attention;
+  const int64_t query_row = query_row_of(run, u, row);
+  const nyb_sight sight = nyb_sight_of(a, u->batch, query_row);
+  if (a->mask_array.kind == 0) return sight.keep_end > 0 || sight.begin < sight.end;
+  const void *mask_row = nyb_mask_row(a, u->batch, head_of(run, u, row), query_row);
+  for (int64_t n = 0; n < sight.end; n++) {
+    if (n >= sight.keep_end && n < sight.begin) n = sight.begin;
+    if (n < sight.end && !nyb_mask_hides(&a->mask_array, mask_row, n)) return true;
+  }
+  return false;
+}
+
 static void finish_row(const fused_run *run, const unit *u, const row_state *state, int64_t row,
                        const worker_memory *memory) {
   const nyb_attention *a = run->call->attention;
   const int64_t head = head_of(run, u, row), query_row = query_row_of(run, u, row);
-  const float *values = state->values + row * nyb_padded_dim(a->value_dim);
+  const int64_t padded = nyb_padded_dim(a->value_dim);
+  const float *values = state->values + row * padded;
   float *out = memory->row;
   float lse = -INFINITY;
-  if (nyb_visible_tokens(a, u->length, query_row) == 0) {
+  /* A unit without chunks has no state yet. */
+  const bool blind = chunk_count(u) == 0 || (state->sum[row] == 0 && !sees_any(run, u, row));
+  if (blind) clear_row(state, row, padded);
+  if (a->sinks != NULL) add_sink(state, row, padded, a->sinks[head]);
+  if (blind && state->sum[row] == 0) {
     memset(out, 0, (size_t)a->value_dim * sizeof(float));
   } else { /* a row whose scores are all -inf becomes 0/0 */
     if (run->in_parts) {
@@ -465,11 +685,11 @@ static void finish_row(const fused_run *run, const unit *u, const row_state *sta
 static void run_unit(const fused_run *run, int64_t index, const worker_memory *memory) {
   unit u = unit_at(run, index);
   const int64_t padded = nyb_padded_dim(run->call->attention->value_dim);
-  if (u.length > run->longest_unsplit) return;
+  if (is_split(run, u.length)) return;
   clear_state(&memory->folded, u.rows, padded);
   if (u.visible > 0) load_queries(run, &u, memory);
-  for (int64_t chunk = 0; chunk < chunks_of(u.visible); chunk++) {
-    attend_chunk(run, &u, chunk, memory);
+  for (int64_t chunk = 0; chunk < chunk_count(&u); chunk++) {
+    attend_chunk(run, &u, chunk_at(&u, chunk), memory);
     for (int64_t row = 0; row < u.rows; row++) {
       fold_row(&memory->folded, &memory->chunk, row, padded);
     }
@@ -493,9 +713,9 @@ static split_sequence next_sequence(const fused_run *run, const split_sequence *
   }
   const nyb_attention *a = run->call->attention;
   const int64_t length = next.batch < a->batch ? nyb_sequence_tokens(a, next.batch) : 0;
-  if (length > run->longest_unsplit) {
+  if (is_split(run, length)) {
     next.units = run->units_per_sequence;
-    next.chunks_per_unit = chunks_of(length);
+    next.chunks_per_unit = most_chunks(run->call, length);
   }
   return next;
 }
@@ -536,10 +756,10 @@ static void run_chunk(const fused_run *run, split_sequence *s, int64_t chunk,
   const int64_t index = unit_of_chunk(run, s, chunk);
   split_unit split = split_unit_at(run, s, index);
   const int64_t of_unit = chunk - split.first_chunk;
-  if (of_unit >= chunks_of(split.unit.visible)) return;
+  if (of_unit >= chunk_count(&split.unit)) return;
   memory.chunk = partial_of(run, chunk);
   load_queries(run, &split.unit, &memory);
-  attend_chunk(run, &split.unit, of_unit, &memory);
+  attend_chunk(run, &split.unit, chunk_at(&split.unit, of_unit), &memory);
 }
 
 /* Folds what this wave adds to a row of a split unit, and stores the row where that was all. */
@@ -551,7 +771,7 @@ static void fold_split(const fused_run *run, split_sequence *s, int64_t index, i
   const unit *u = &split.unit;
   if (row >= u->rows) return;
   const row_state folded = partial_of(run, split.first_chunk);
-  const int64_t visible_end = split.first_chunk + chunks_of(u->visible);
+  const int64_t visible_end = split.first_chunk + chunk_count(u);
   const int64_t wave_end = run->first_chunk + run->chunks;
   const int64_t end = visible_end < wave_end ? visible_end : wave_end;
   int64_t chunk = split.first_chunk + 1;
@@ -644,11 +864,14 @@ static void run_waves(fused_run *run) {
   const nyb_attention *a = call->attention;
   double all_tokens = 0;
   int64_t all_chunks = 0;
-  for (int64_t b = 0; b < a->batch; b++) all_tokens += (double)nyb_sequence_tokens(a, b);
+  for (int64_t b = 0; b < a->batch; b++) {
+    all_tokens += (double)most_seen(call, nyb_sequence_tokens(a, b));
+  }
   run->longest_unsplit = longest_unsplit(call, all_tokens);
   for (int64_t b = 0; b < a->batch; b++) {
     const int64_t tokens = nyb_sequence_tokens(a, b);
-    if (tokens > run->longest_unsplit) all_chunks += run->units_per_sequence * chunks_of(tokens);
+    if (!is_split(run, tokens)) continue;
+    all_chunks += run->units_per_sequence * most_chunks(call, tokens);
   }
   run->whole_units = a->batch * run->units_per_sequence;
   const double elements =
@@ -703,6 +926,9 @@ static void count_kernels(const fused_run *run) {
       nyb_count_kernel(context, NYB_OPERATION_ATTENTION_COLUMNS, (nyb_format_id)id);
     }
   }
+  if (run->bias != NULL) {
+    nyb_count_kernel(context, NYB_OPERATION_ATTENTION_BIAS, NYB_FORMAT_PLAIN_F32);
+  }
   nyb_count_kernel(context, NYB_OPERATION_ATTENTION_SOFTMAX, NYB_FORMAT_PLAIN_F32);
 }
 
@@ -723,6 +949,11 @@ void nyb_attention_fused_run(const nyb_attention_call *call, char *workspace) {
   };
   for (int part = 0; part < NYB_PART_COUNT; part++) {
     if (nyb_has_part(a, (nyb_part_id)part)) run.parts[part] = part_of(call, (nyb_part_id)part);
+  }
+  if (a->softcap != 0 || a->alibi_slopes != NULL || a->mask_array.kind != 0) {
+    run.bias = (nyb_attention_bias_fn)nyb_kernel_for(context, NYB_OPERATION_ATTENTION_BIAS,
+                                                     NYB_FORMAT_PLAIN_F32);
+    run.softcap = nyb_round_to(run.round_scores_to, a->softcap);
   }
   run_waves(&run);
   count_kernels(&run);

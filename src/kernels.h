@@ -31,7 +31,8 @@ typedef enum nyb_operation {
   NYB_OPERATION_DEQUANTIZE,
   NYB_OPERATION_ATTENTION_QUERIES,
   NYB_OPERATION_ATTENTION_SCORES,
-  NYB_OPERATION_ATTENTION_SOFTMAX, /* format: PLAIN_F32 */
+  NYB_OPERATION_ATTENTION_BIAS,    /* format: PLAIN_F32 */
+  NYB_OPERATION_ATTENTION_SOFTMAX, /* likewise */
   NYB_OPERATION_ATTENTION_VALUES,
   NYB_OPERATION_ATTENTION_COLUMNS,
   NYB_OPERATION_GEGLU, /* formats: the PLAIN ones */
@@ -132,6 +133,27 @@ typedef struct nyb_score_tile {
 } nyb_score_tile;
 
 typedef void (*nyb_attention_scores_fn)(const nyb_score_tile *tile);
+
+/* Scores become those of docs/numerics.md, section 2, step 3: softcap, slope and mask, in this
+ * order; a token that the mask hides gets -inf. Called only where the call has one of them. */
+typedef struct nyb_bias_row {
+  const void *mask; /* the column of the tile's first token */
+  float slope;
+  int32_t distance; /* from the tile's first token to the row's position */
+} nyb_bias_row;
+
+typedef struct nyb_bias_tile {
+  float *scores; /* [rows][NYB_TILE_TOKENS] */
+  int64_t rows, tokens;
+  nyb_dtype round_to;          /* scores are rounded to this first, and after each step */
+  float softcap;               /* 0: none */
+  bool sloped;                 /* rows have slopes */
+  nyb_mask_array_kind mask;    /* 0: rows have none */
+  nyb_dtype mask_dtype;        /* ADD: of its columns; F32: the sum is not rounded */
+  const nyb_bias_row *of_rows; /* [rows] */
+} nyb_bias_tile;
+
+typedef void (*nyb_attention_bias_fn)(const nyb_bias_tile *tile);
 
 /* One step of the online softmax: takes the scores to exp(score - maximum), exactly 0 from
  * visible[r] on, and moves maximum and sum along. */

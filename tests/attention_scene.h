@@ -64,6 +64,24 @@ typedef struct score_overflow {
   bool upwards; /* to +inf instead of -inf */
 } score_overflow;
 
+/* What a mask's array hides or adds; a token that is not hidden gets a number of normal data. */
+typedef enum mask_class {
+  MASK_HOLES,  /* three tokens of ten hidden, here and there */
+  MASK_TILES,  /* whole tiles hidden, and what lies between begins and ends amid one */
+  MASK_ROWS,   /* every third row, and in the other rows the first and the last tokens */
+  MASK_ALL,    /* everything hidden */
+  MASK_LOWEST, /* nothing: the lowest finite number everywhere (ADD) */
+  MASK_CAUSAL, /* as NYB_MASK_CAUSAL has it */
+  MASK_COUNT
+} mask_class;
+
+typedef struct scene_mask {
+  nyb_mask_array_kind kind;       /* 0: none */
+  bool f32;                       /* ADD: of f32, else of q's dtype */
+  bool of_batch, of_head, of_row; /* else broadcast over them */
+  mask_class class;
+} scene_mask;
+
 enum { SCENE_MAX_BATCH = 64 };
 
 typedef struct attention_shape {
@@ -80,8 +98,13 @@ typedef struct attention_shape {
   row_class keys, values;
   scene_poison poison;
   score_overflow overflow;
-  bool swapped; /* [batch, tokens, heads, dim] in memory instead of [batch, heads, tokens, dim] */
-  int64_t gap;  /* elements (words, scales) between the rows */
+  int64_t window_tokens, window_keep_tokens;
+  scene_mask mask_array;
+  bool sinks;    /* of every size, -inf among them */
+  bool slopes;   /* of both signs, 0 among them */
+  float softcap; /* 0: none */
+  bool swapped;  /* [batch, tokens, heads, dim] in memory instead of [batch, heads, tokens, dim] */
+  int64_t gap;   /* elements (words, scales) between the rows */
   bool without_lse;
   uint64_t seed;
 } attention_shape;
@@ -96,6 +119,7 @@ typedef struct attention_scene {
   nyb_plan plan;      /* of the last run */
   check_buffer q, out, lse;
   stored_buffers k, v;
+  check_buffer mask, sinks, slopes;
   void *workspace;
   size_t workspace_bytes; /* asked for; a guard follows */
 } attention_scene;
@@ -152,7 +176,7 @@ void scene_bits(const attention_scene *scene, uint8_t *bits);
 
 void scene_describe(const attention_scene *scene, char *text, size_t text_size);
 
-/* Tokens that query row `row` of a sequence sees. */
+/* Query row `row` of a sequence sees no token from here on. */
 int64_t scene_visible(const attention_shape *shape, int64_t batch_index, int64_t row);
 
 #endif

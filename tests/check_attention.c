@@ -37,13 +37,20 @@ static bool find_cpu_kernels(check_run *run, const attention_shape *s, nyb_isa i
   check_format_name(&s->key_format, key);
   check_format_name(&s->value_format, value);
   *set = (kernel_set){.tallies = {check_find(run, "attention_queries", key, isa),
-                                  check_find(run, "attention_scores", key, isa),
                                   check_find(run, "attention_softmax", "plain_f32", isa),
+                                  check_find(run, "attention_scores", key, isa),
                                   check_find(run, "attention_values", value, isa),
                                   check_find(run, "attention_columns", value, isa)},
                       .count = 5,
-                      .scores = 1,
+                      .scores = 2,
                       .values = 3};
+  if (s->mask_array.kind != 0 || s->softcap != 0 || s->slopes) {
+    memmove(set->tallies + 4, set->tallies + 3, 2 * sizeof set->tallies[0]);
+    set->tallies[3] = check_find(run, "attention_bias", "plain_f32", isa);
+    set->scores = 3;
+    set->values = 4;
+    set->count = 6;
+  }
   for (int i = 0; i < set->count; i++) {
     if (set->tallies[i] == NULL) return false;
   }
@@ -98,6 +105,34 @@ bool find_kernels(check_run *run, const attention_scene *scene, nyb_isa isa, nyb
   return found;
 }
 
+/* What a scene asks for beside a rectangle: tallies of its own, of one case each. */
+static void count_features(check_run *run, const attention_shape *s, nyb_isa isa, nyb_path path,
+                           bool good, const char *what, const char *text) {
+  const struct {
+    const char *name;
+    bool is_set;
+  } features[] = {
+      {"attention_top_left", s->mask == NYB_MASK_CAUSAL_TOP_LEFT},
+      {"attention_window", s->window_tokens != 0},
+      {"attention_mask_bool", s->mask_array.kind == NYB_MASK_ARRAY_BOOL},
+      {"attention_mask_add", s->mask_array.kind == NYB_MASK_ARRAY_ADD},
+      {"attention_sinks", s->sinks},
+      {"attention_softcap", s->softcap != 0},
+      {"attention_alibi", s->slopes},
+  };
+  for (size_t i = 0; i < sizeof features / sizeof features[0]; i++) {
+    char name[40];
+    snprintf(name, sizeof name, "%s%s", features[i].name, path == NYB_PATH_COMPAT ? "_compat" : "");
+    check_tally *tally = features[i].is_set ? check_find(run, name, "", isa) : NULL;
+    if (tally == NULL) continue;
+    if (good) {
+      check_pass(tally);
+    } else {
+      check_fail(run, tally, "%s: %s", what, text);
+    }
+  }
+}
+
 static void pass_kernels(check_run *run, const kernel_set *set, scene_fault fault,
                          const char *what) {
   for (int i = 0; i < set->count; i++) {
@@ -122,6 +157,7 @@ void run_path(check_run *run, attention_scene *scene, nyb_isa isa, nyb_path path
   const scene_fault fault = scene_compare(scene, expected, &worst, text, sizeof text);
   check_tally *blamed = set->tallies[fault == SCENE_BAD_OUT ? set->values : set->scores];
   if (fault != SCENE_GOOD) check_fail(run, blamed, "%s: %s", what, text);
+  count_features(run, &scene->shape, isa, path, fault == SCENE_GOOD, what, text);
   pass_kernels(run, set, fault, what);
   for (int i = 0; i < set->count; i++) {
     /* a score that is rounded the other way takes all of its bound */
@@ -451,6 +487,182 @@ static void check_overflow(walk *w) {
   upwards.lengths[0] = 1100;
   upwards.overflow = (score_overflow){.first = 1000, .end = 1030, .upwards = true};
   check_case(w, upwards);
+}
+
+/* ---- What decoders pass besides a rectangle ------------------------------------------------- */
+
+static attention_shape prefill_shape(const char *name, nyb_mask mask, int64_t rows,
+                                     int32_t length) {
+  attention_shape shape = decode_shape(name, 4, 2, 64, length);
+  shape.query_len = rows;
+  shape.mask = mask;
+  return shape;
+}
+
+static void check_top_left(walk *w) {
+  static const int32_t sizes[][2] = {{4, 16}, {16, 4}, {33, 33}, {70, 130}, {130, 70}};
+  for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+    check_case(w, prefill_shape("causal from the top left", NYB_MASK_CAUSAL_TOP_LEFT, sizes[i][0],
+                                sizes[i][1]));
+  }
+  attention_shape batch = prefill_shape("top left, a batch", NYB_MASK_CAUSAL_TOP_LEFT, 5, 130);
+  batch.batch = 3;
+  batch.lengths[1] = 0;
+  batch.lengths[2] = 3;
+  check_case(w, batch);
+}
+
+/* Windows that begin and end at tiles and chunks and amid them, and kept tokens before them: in
+ * the window's tile, in one of their own, in chunks of their own. Field case 40 is the last. */
+static void check_windows(walk *w) {
+  static const struct {
+    int32_t length, window, keep;
+  } decodes[] = {{130, 1, 0},       {130, 2, 4},    {130, 65, 0},     {130, 66, 3},
+                 {130, 67, 64},     {130, 100, 33}, {130, 130, 5},    {130, 1000, 0},
+                 {200, 70, 129},    {200, 5, 130},  {60, 20, 10},     {1100, 76, 0},
+                 {1100, 77, 1},     {2100, 52, 0},  {2100, 60, 1030}, {2100, 1077, 4},
+                 {3000, 100, 1500}, {65, 1, 63},    {64, 64, 64},     {1, 1, 1}};
+  for (size_t i = 0; i < sizeof decodes / sizeof decodes[0]; i++) {
+    attention_shape shape = decode_shape("window", 4, 2, 64, decodes[i].length);
+    shape.window_tokens = decodes[i].window;
+    shape.window_keep_tokens = decodes[i].keep;
+    check_case(w, shape);
+  }
+  static const struct {
+    nyb_mask mask;
+    int32_t rows, length, window, keep;
+  } prefills[] = {{NYB_MASK_CAUSAL, 40, 130, 17, 0},
+                  {NYB_MASK_CAUSAL, 70, 70, 5, 2},
+                  {NYB_MASK_CAUSAL, 33, 20, 4, 1},
+                  {NYB_MASK_NONE, 9, 130, 30, 0},
+                  {NYB_MASK_NONE, 70, 40, 3, 3},
+                  {NYB_MASK_CAUSAL_TOP_LEFT, 90, 70, 9, 2},
+                  {NYB_MASK_CAUSAL_TOP_LEFT, 20, 200, 7, 0},
+                  {NYB_MASK_CAUSAL, 50, 1100, 333, 5}};
+  for (size_t i = 0; i < sizeof prefills / sizeof prefills[0]; i++) {
+    attention_shape shape = prefill_shape("window over several rows", prefills[i].mask,
+                                          prefills[i].rows, prefills[i].length);
+    shape.window_tokens = prefills[i].window;
+    shape.window_keep_tokens = prefills[i].keep;
+    check_case(w, shape);
+  }
+}
+
+/* Every class of masks, broadcast over each axis or not. */
+static void check_masks(walk *w, nyb_mask_array_kind kind) {
+  for (int class = 0; class < MASK_COUNT; class ++) {
+    for (int variant = 0; variant < 6; variant++) {
+      attention_shape shape =
+          prefill_shape("mask", variant % 2 == 0 ? NYB_MASK_NONE : NYB_MASK_CAUSAL,
+                        variant < 2   ? 1
+                        : variant < 4 ? 9
+                                      : 37,
+                        variant == 0 ? 1100 : 131);
+      shape.batch = 2;
+      shape.lengths[1] = 70;
+      if (class == MASK_CAUSAL) shape.mask = NYB_MASK_NONE;
+      shape.mask_array = (scene_mask){.kind = kind,
+                                      .f32 = variant % 3 == 0,
+                                      .of_batch = variant % 2 == 1 || class == MASK_CAUSAL,
+                                      .of_head = (variant + class) % 3 == 0,
+                                      .of_row = variant >= 2,
+                                      .class = (mask_class) class};
+      if (class != MASK_LOWEST || kind == NYB_MASK_ARRAY_ADD) check_case(w, shape);
+    }
+  }
+}
+
+static void check_sinks(walk *w) {
+  static const int32_t lengths[] = {0, 1, 2, 63, 64, 130, 200, 1024, 1100, 2100};
+  for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
+    attention_shape shape = decode_shape("sinks", 12, 2, 32, lengths[i]);
+    shape.sinks = true;
+    check_case(w, shape);
+  }
+  attention_shape rows = prefill_shape("sinks, rows that see nothing", NYB_MASK_CAUSAL, 9, 4);
+  rows.query_heads = 12;
+  rows.sinks = true;
+  check_case(w, rows);
+  rows.mask = NYB_MASK_NONE;
+  rows.lengths[0] = 130;
+  for (int i = 0; i < 4; i++) { /* field case 29: a tile of which nothing is seen, too */
+    rows.mask_array = (scene_mask){.kind = i % 2 == 0 ? NYB_MASK_ARRAY_BOOL : NYB_MASK_ARRAY_ADD,
+                                   .of_row = true,
+                                   .of_head = true,
+                                   .class = i < 2 ? MASK_ROWS : MASK_TILES};
+    check_case(w, rows);
+  }
+}
+
+static void check_softcaps(walk *w) {
+  static const float softcaps[] = {0.5f, 5, 30, 50};
+  for (int i = 0; i < 8; i++) {
+    attention_shape shape = decode_shape("softcap", 4, 2, 64, i == 7 ? 1100 : 130);
+    shape.softcap = softcaps[i % 4];
+    shape.keys = i < 4 ? ROWS_NORMAL : i < 6 ? ROWS_LARGE : ROWS_DOMINANT;
+    shape.queries = i < 4 ? QUERIES_NORMAL : i < 6 ? QUERIES_LARGE : QUERIES_ALIGNED;
+    check_case(w, shape);
+  }
+  /* An infinite score is capped like any other. */
+  attention_shape shape = decode_shape("softcap of an overflow", 4, 2, 64, 130);
+  shape.queries = QUERIES_ALONG;
+  shape.overflow = (score_overflow){.first = 3, .end = 70};
+  shape.softcap = 20;
+  check_case(w, shape);
+  shape.overflow.upwards = true;
+  check_case(w, shape);
+}
+
+static void check_slopes(walk *w) {
+  static const struct {
+    nyb_mask mask;
+    int32_t rows, length;
+  } calls[] = {{NYB_MASK_NONE, 1, 130},   {NYB_MASK_CAUSAL, 1, 1100},
+               {NYB_MASK_CAUSAL, 40, 75}, {NYB_MASK_NONE, 9, 130},
+               {NYB_MASK_CAUSAL, 9, 5},   {NYB_MASK_CAUSAL_TOP_LEFT, 40, 75},
+               {NYB_MASK_NONE, 20, 7},    {NYB_MASK_CAUSAL_TOP_LEFT, 5, 64}};
+  for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++) {
+    attention_shape shape = prefill_shape("slopes", calls[i].mask, calls[i].rows, calls[i].length);
+    shape.query_heads = 12;
+    shape.slopes = true;
+    check_case(w, shape);
+  }
+}
+
+/* All of it at once, in chance mixtures. */
+static void check_mixtures(walk *w) {
+  check_random random = {.state = 77};
+  for (int i = 0; i < 16; i++) {
+    attention_shape shape =
+        prefill_shape("mixture", (nyb_mask)check_random_below(&random, 3),
+                      1 + check_random_below(&random, i % 2 == 0 ? 3 : 40),
+                      (int32_t)check_random_below(&random, i % 4 == 0 ? 2500 : 200));
+    shape.query_heads = 2 * (1 + check_random_below(&random, 4));
+    if (check_random_below(&random, 2) != 0) {
+      shape.window_tokens = 1 + check_random_below(&random, 150);
+      shape.window_keep_tokens = check_random_below(&random, 80);
+    }
+    shape.mask_array = (scene_mask){.kind = (nyb_mask_array_kind)check_random_below(&random, 3),
+                                    .f32 = check_random_below(&random, 2) != 0,
+                                    .of_head = check_random_below(&random, 2) != 0,
+                                    .of_row = check_random_below(&random, 2) != 0,
+                                    .class = (mask_class)check_random_below(&random, MASK_ALL)};
+    shape.sinks = check_random_below(&random, 2) != 0;
+    shape.slopes = check_random_below(&random, 2) != 0;
+    if (check_random_below(&random, 2) != 0) shape.softcap = 8;
+    check_case(w, shape);
+  }
+}
+
+static void check_features(walk *w) {
+  check_top_left(w);
+  check_windows(w);
+  check_masks(w, NYB_MASK_ARRAY_BOOL);
+  check_masks(w, NYB_MASK_ARRAY_ADD);
+  check_sinks(w);
+  check_softcaps(w);
+  check_slopes(w);
+  check_mixtures(w);
 }
 
 /* Long contexts: many chunks. Field case 22 is the wide one. */
@@ -854,6 +1066,7 @@ void check_attention(check_run *run) {
     check_one_hot(&w);
     check_poison(&w);
     check_overflow(&w);
+    check_features(&w);
     check_long(&w);
     check_accuracy(run, format);
     check_invariant_shapes(run, format);

@@ -17,7 +17,7 @@ attention_shape decode_shape(const char *name, int64_t query_heads, int64_t kv_h
 
 /* The kernels that a case should run on one ISA: the first ones make the scores, those from
  * `values` on the output. */
-enum { MAX_KERNELS = 5 };
+enum { MAX_KERNELS = 6 };
 typedef struct kernel_set {
   check_tally *tallies[MAX_KERNELS];
   int64_t calls[MAX_KERNELS];

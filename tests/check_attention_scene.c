@@ -64,6 +64,9 @@ static bool make_views(attention_scene *scene) {
       .scale = s->scale != 0 ? s->scale : (float)(1 / sqrt((double)s->key_dim)),
       .mask = s->mask,
       .rounding = s->rounding,
+      .window_tokens = s->window_tokens,
+      .window_keep_tokens = s->window_keep_tokens,
+      .softcap = s->softcap,
   };
   if (!check_buffer_make(&scene->q, rows * q_stride * bytes_of(s->query_dtype)) ||
       !check_buffer_make(&scene->out, rows * out_stride * bytes_of(s->out_dtype)) ||
@@ -79,6 +82,45 @@ static bool make_views(attention_scene *scene) {
   set_strides(s->swapped, s->query_heads, s->query_len, out_stride, call->out.stride);
   set_strides(s->swapped, s->query_heads, s->query_len, 1 + s->gap, call->lse.stride);
   return true;
+}
+
+/* As many columns as the longest sequence has tokens, and rows only along axes not broadcast. */
+static bool make_mask(attention_scene *scene) {
+  const attention_shape *s = &scene->shape;
+  const scene_mask *m = &s->mask_array;
+  nyb_mask_array *mask = &scene->call.mask_array;
+  const bool is_bool = m->kind == NYB_MASK_ARRAY_BOOL;
+  if (m->kind == 0) return true;
+  mask->kind = m->kind;
+  mask->dtype = is_bool ? (nyb_dtype)0 : m->f32 ? NYB_F32 : s->query_dtype;
+  for (int64_t b = 0; b < s->batch; b++) {
+    if (s->lengths[b] > mask->tokens) mask->tokens = s->lengths[b];
+  }
+  const int64_t row = mask->tokens + s->gap, rows = m->of_row ? s->query_len : 1;
+  const int64_t heads = m->of_head ? s->query_heads : 1;
+  mask->stride[0] = m->of_batch ? heads * rows * row : 0;
+  mask->stride[1] = m->of_head ? rows * row : 0;
+  mask->stride[2] = m->of_row ? row : 0;
+  const int64_t elements = (m->of_batch ? s->batch : 1) * heads * rows * row;
+  if (!check_buffer_make(&scene->mask, elements * (is_bool ? 1 : bytes_of(mask->dtype)))) {
+    return false;
+  }
+  mask->data = scene->mask.data;
+  return true;
+}
+
+static bool make_head_floats(const attention_scene *scene, bool wanted, check_buffer *buffer,
+                             const float **floats) {
+  if (!wanted) return true;
+  if (!check_buffer_make(buffer, scene->shape.query_heads * 4)) return false;
+  *floats = buffer->data;
+  return true;
+}
+
+static bool make_biases(attention_scene *scene) {
+  return make_mask(scene) &&
+         make_head_floats(scene, scene->shape.sinks, &scene->sinks, &scene->call.sinks) &&
+         make_head_floats(scene, scene->shape.slopes, &scene->slopes, &scene->call.alibi_slopes);
 }
 
 /* ---- Data --------------------------------------------------------------------------------- */
@@ -282,19 +324,70 @@ static void fill_queries(const attention_scene *scene, check_random *random) {
   }
 }
 
+static bool mask_hides(const attention_shape *s, int64_t b, int64_t head, int64_t row,
+                       int64_t token, check_random *random) {
+  const bool drawn = check_random_below(random, 10) < 3;
+  const int64_t shift = b * 7 + head * 3 + row; /* 0 along axes that are broadcast */
+  switch (s->mask_array.class) {
+    case MASK_HOLES: return drawn;
+    case MASK_TILES: return (token + 50 + shift) / 100 % 2 == 1;
+    case MASK_ROWS: return shift % 3 == 0 || token < 5 + shift || token > s->lengths[b] - 9;
+    case MASK_ALL: return true;
+    case MASK_LOWEST: return false;
+    case MASK_CAUSAL: return token > s->lengths[b] - s->query_len + row;
+    case MASK_COUNT: break;
+  }
+  return false;
+}
+
+static double lowest_of(nyb_dtype dtype) {
+  return dtype == NYB_F16 ? -65504 : dtype == NYB_BF16 ? -0x1.fep127 : -0x1.fffffep127;
+}
+
+static void fill_mask(const attention_scene *scene, check_random *random) {
+  const attention_shape *s = &scene->shape;
+  const scene_mask *m = &s->mask_array;
+  const nyb_mask_array *mask = &scene->call.mask_array;
+  for (int64_t b = 0; b < (m->of_batch ? s->batch : 1) && m->kind != 0; b++) {
+    for (int64_t i = 0; i < (m->of_head ? s->query_heads : 1) * s->query_len; i++) {
+      const int64_t head = i / s->query_len, row = i % s->query_len;
+      for (int64_t n = 0; n < mask->tokens && (m->of_row || row == 0); n++) {
+        const int64_t at = offset_of(mask->stride, b, head, row) + n;
+        const bool hidden = mask_hides(s, b, head, row, n, random);
+        const double number =
+            m->class == MASK_LOWEST ? lowest_of(mask->dtype) : check_random_normal(random);
+        if (m->kind == NYB_MASK_ARRAY_BOOL) {
+          ((uint8_t *)scene->mask.data)[at] = hidden ? 0 : (uint8_t)(1 + n % 255);
+        } else {
+          oracle_store(scene->mask.data, mask->dtype, at, hidden ? -INFINITY : number);
+        }
+      }
+    }
+  }
+}
+
+static void fill_head_floats(const attention_scene *scene) {
+  static const double sinks[] = {0.5, -80, 3, (double)-INFINITY, -1.25, 60};
+  static const double slopes[] = {0.5, 0.0625, 0, -0.03125, 1, 0.00390625};
+  for (int64_t head = 0; head < scene->shape.query_heads; head++) {
+    if (scene->shape.sinks) oracle_store(scene->sinks.data, NYB_F32, head, sinks[head % 6]);
+    if (scene->shape.slopes) oracle_store(scene->slopes.data, NYB_F32, head, slopes[head % 6]);
+  }
+}
+
 /* ---- Making a scene ----------------------------------------------------------------------- */
 
 static check_buffer *input_buffer(attention_scene *scene, int i) {
-  check_buffer *const buffers[] = {&scene->q,        &scene->k.codes, &scene->k.scales,
-                                   &scene->k.biases, &scene->v.codes, &scene->v.scales,
-                                   &scene->v.biases};
+  check_buffer *const buffers[] = {
+      &scene->q,        &scene->k.codes,  &scene->k.scales, &scene->k.biases, &scene->v.codes,
+      &scene->v.scales, &scene->v.biases, &scene->mask,     &scene->sinks,    &scene->slopes};
   enum { INPUTS = sizeof buffers / sizeof buffers[0] };
   return i < INPUTS ? buffers[i] : NULL;
 }
 
 bool scene_make(attention_scene *scene, const attention_shape *shape) {
   *scene = (attention_scene){.shape = *shape};
-  if (!make_views(scene)) {
+  if (!make_views(scene) || !make_biases(scene)) {
     scene_free(scene);
     return false;
   }
@@ -303,10 +396,12 @@ bool scene_make(attention_scene *scene, const attention_shape *shape) {
   fill_stored(shape, shape->keys, &scene->call.k, shape->key_dim, &random);
   fill_stored(shape, shape->values, &scene->call.v, shape->value_dim, &random);
   overflow_scores(shape, &scene->call.k);
+  fill_mask(scene, &random);
+  fill_head_floats(scene);
   scene_add_poison(scene, &shape->poison);
   scene->call.lengths = scene->shape.lengths; /* where the scene lives now */
   for (int i = 0; input_buffer(scene, i) != NULL; i++) {
-    check_buffer_seal(input_buffer(scene, i));
+    if (input_buffer(scene, i)->memory != NULL) check_buffer_seal(input_buffer(scene, i));
   }
   return true;
 }
@@ -314,6 +409,7 @@ bool scene_make(attention_scene *scene, const attention_shape *shape) {
 void scene_restore_inputs(attention_scene *scene) {
   check_buffer *buffer;
   for (int i = 0; (buffer = input_buffer(scene, i)) != NULL; i++) {
+    if (buffer->memory == NULL) continue;
     memcpy(buffer->memory, buffer->image, buffer->memory_bytes);
   }
 }
@@ -333,8 +429,61 @@ void scene_free(attention_scene *scene) {
 int64_t scene_visible(const attention_shape *s, int64_t batch_index, int64_t row) {
   const int64_t length = s->lengths[batch_index];
   if (s->mask == NYB_MASK_NONE) return length;
+  if (s->mask == NYB_MASK_CAUSAL_TOP_LEFT) return row + 1 < length ? row + 1 : length;
   const int64_t visible = length - s->query_len + row + 1;
   return visible > 0 ? visible : 0;
+}
+
+static int64_t position_of(const attention_shape *s, int64_t b, int64_t row) {
+  return s->mask == NYB_MASK_CAUSAL_TOP_LEFT ? row : s->lengths[b] - s->query_len + row;
+}
+
+/* Memory for the oracle's view of a row, as long as the longest sequence. */
+typedef struct row_bias {
+  bool *hidden, *masked;
+  double *added;
+} row_bias;
+
+static void free_row_bias(row_bias *memory) {
+  free(memory->hidden);
+  free(memory->masked);
+  free(memory->added);
+}
+
+static oracle_bias bias_of(const attention_scene *scene, int64_t b, int64_t head, int64_t row,
+                           row_bias *memory) {
+  const attention_shape *s = &scene->shape;
+  const nyb_mask_array *mask = &scene->call.mask_array;
+  const bool is_bool = mask->kind == NYB_MASK_ARRAY_BOOL;
+  const bool is_added = mask->kind == NYB_MASK_ARRAY_ADD;
+  const int64_t position = position_of(s, b, row);
+  for (int64_t n = 0; n < scene_visible(s, b, row); n++) {
+    memory->hidden[n] =
+        s->window_tokens != 0 && n <= position - s->window_tokens && n >= s->window_keep_tokens;
+    const int64_t at = offset_of(mask->stride, b, head, row) + n;
+    if (is_bool) memory->masked[n] = ((const uint8_t *)mask->data)[at] == 0;
+    if (is_added) memory->added[n] = oracle_load(mask->data, mask->dtype, at);
+    if (is_added && memory->added[n] == -INFINITY) memory->hidden[n] = true;
+  }
+  return (oracle_bias){
+      .softcap = s->softcap,
+      .sloped = s->slopes,
+      .slope = s->slopes ? oracle_load(scene->slopes.data, NYB_F32, head) : 0,
+      .position = position,
+      .hidden = memory->hidden,
+      .masked = is_bool ? memory->masked : NULL,
+      .added = is_added ? memory->added : NULL,
+      .added_f32 = is_added && mask->dtype == NYB_F32,
+      .has_sink = s->sinks,
+      .sink = s->sinks ? oracle_load(scene->sinks.data, NYB_F32, head) : 0,
+  };
+}
+
+static bool make_row_bias(int64_t tokens, row_bias *memory) {
+  *memory = (row_bias){.hidden = malloc((size_t)tokens + 1),
+                       .masked = malloc((size_t)tokens + 1),
+                       .added = malloc(((size_t)tokens + 1) * sizeof(double))};
+  return memory->hidden != NULL && memory->masked != NULL && memory->added != NULL;
 }
 
 static int64_t row_count(const attention_shape *s) {
@@ -363,7 +512,10 @@ static bool expect_kv_head(const attention_scene *scene, nyb_path path,
                                    .scale = scene->call.scale,
                                    .rounding = s->rounding,
                                    .path = path};
-  bool good = oracle_rows_decode(&scene->call.k, b, kv_head, s->lengths[b], s->key_dim, &keys) &&
+  row_bias memory;
+  const bool made = make_row_bias(s->lengths[b], &memory);
+  bool good = made &&
+              oracle_rows_decode(&scene->call.k, b, kv_head, s->lengths[b], s->key_dim, &keys) &&
               oracle_rows_decode(&scene->call.v, b, kv_head, s->lengths[b], s->value_dim, &values);
   for (int64_t i = 0; i < ratio * s->query_len && good; i++) {
     const int64_t head = kv_head * ratio + i / s->query_len, row = i % s->query_len;
@@ -374,12 +526,14 @@ static bool expect_kv_head(const attention_scene *scene, nyb_path path,
     }
     oracle_result result = {.out = e->out + index * s->value_dim,
                             .out_error = e->out_error + index * s->value_dim};
-    good = oracle_attention_row(&oracle, query, scene_visible(s, b, row), &result);
+    const oracle_bias bias = bias_of(scene, b, head, row, &memory);
+    good = oracle_attention_row(&oracle, query, scene_visible(s, b, row), &bias, &result);
     e->lse[index] = result.lse;
     e->lse_error[index] = result.lse_error;
   }
   oracle_rows_free(&keys);
   oracle_rows_free(&values);
+  free_row_bias(&memory);
   return good;
 }
 
@@ -459,12 +613,14 @@ static void restore_outputs(attention_scene *scene) {
 /* All but the outputs' own elements must be as it was. */
 bool scene_strays(attention_scene *scene, char *text, size_t text_size) {
   restore_outputs(scene);
-  static const char *const names[] = {"q",        "k.codes",  "k.scales", "k.biases", "v.codes",
-                                      "v.scales", "v.biases", "out",      "lse"};
-  for (int i = 0; i < 9; i++) {
-    const check_buffer *buffer = i == 7   ? &scene->out
-                                 : i == 8 ? &scene->lse
-                                          : input_buffer(scene, i);
+  static const char *const names[] = {"q",       "k.codes",      "k.scales", "k.biases",
+                                      "v.codes", "v.scales",     "v.biases", "mask_array",
+                                      "sinks",   "alibi_slopes", "out",      "lse"};
+  for (int i = 0; i < 12; i++) {
+    const check_buffer *buffer = i == 10   ? &scene->out
+                                 : i == 11 ? &scene->lse
+                                           : input_buffer(scene, i);
+    if (buffer->memory == NULL) continue;
     const int64_t at = check_buffer_changed(buffer);
     if (at == CHECK_UNCHANGED) continue;
     snprintf(text, text_size, "byte %lld of %s's buffer was written and is no output",
@@ -565,19 +721,32 @@ void scene_bits(const attention_scene *scene, uint8_t *bits) {
   }
 }
 
+static void describe_biases(const attention_shape *s, char *text, size_t text_size) {
+  static const char *const kinds[] = {"", ", mask of bools", ", additive mask"};
+  snprintf(
+      text, text_size, "%s%s%s%s%s%s)", kinds[s->mask_array.kind],
+      s->mask_array.f32 && s->mask_array.kind == NYB_MASK_ARRAY_ADD ? " of f32" : "",
+      s->window_tokens != 0 ? (s->window_keep_tokens != 0 ? ", window and kept" : ", window") : "",
+      s->sinks ? ", sinks" : "", s->softcap != 0 ? ", softcap" : "", s->slopes ? ", slopes" : "");
+}
+
 void scene_describe(const attention_scene *scene, char *text, size_t text_size) {
   const attention_shape *s = &scene->shape;
+  static const char *const masks[] = {"no mask", "causal", "causal from the top left"};
   char key[16], value[16];
   check_format_name(&s->key_format, key);
   check_format_name(&s->value_format, value);
-  snprintf(text, text_size,
-           "%s (B %lld, heads %lld/%lld, L %lld, D %lld/%lld, N %d; K %s g%d %s, V %s g%d %s; "
-           "%s to %s, %s, %s)",
-           s->name, (long long)s->batch, (long long)s->query_heads, (long long)s->kv_heads,
-           (long long)s->query_len, (long long)s->key_dim, (long long)s->value_dim,
-           (int)s->lengths[0], key, (int)s->key_format.group_size,
-           check_dtype_name(s->key_format.dtype), value, (int)s->value_format.group_size,
-           check_dtype_name(s->value_format.dtype), check_dtype_name(s->query_dtype),
-           check_dtype_name(s->out_dtype), s->rounding == NYB_ROUNDING_MLX ? "MLX" : "EXACT",
-           s->mask == NYB_MASK_CAUSAL ? "causal" : "no mask");
+  const int used = snprintf(
+      text, text_size,
+      "%s (B %lld, heads %lld/%lld, L %lld, D %lld/%lld, N %d; K %s g%d %s, V %s g%d %s; "
+      "%s to %s, %s, %s",
+      s->name, (long long)s->batch, (long long)s->query_heads, (long long)s->kv_heads,
+      (long long)s->query_len, (long long)s->key_dim, (long long)s->value_dim, (int)s->lengths[0],
+      key, (int)s->key_format.group_size, check_dtype_name(s->key_format.dtype), value,
+      (int)s->value_format.group_size, check_dtype_name(s->value_format.dtype),
+      check_dtype_name(s->query_dtype), check_dtype_name(s->out_dtype),
+      s->rounding == NYB_ROUNDING_MLX ? "MLX" : "EXACT", masks[s->mask]);
+  if (used >= 0 && (size_t)used < text_size) {
+    describe_biases(s, text + used, text_size - (size_t)used);
+  }
 }

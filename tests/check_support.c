@@ -20,19 +20,33 @@ const check_library check_nybble = {
 
 /* ---- Tallies ------------------------------------------------------------------------------ */
 
-/* What is no kernel, but is checked and counted beside them: the spelled-out paths, the merge. */
+/* What is no kernel, but is checked and counted beside them: the spelled-out paths, the merge, and
+ * what callers of attention may ask for, on each ISA and on the compat path. */
 typedef struct path_tally {
   const char *name, *operation;
   nyb_isa isa;
 } path_tally;
+#define FEATURE_TALLIES(feature)                                                                \
+  {feature "_compat", feature "_compat", NYB_ISA_SCALAR},                                       \
+      {feature "_scalar", feature, NYB_ISA_SCALAR}, {feature "_avx2", feature, NYB_ISA_AVX2},   \
+      {feature "_avx512", feature, NYB_ISA_AVX512}, {feature "_neon", feature, NYB_ISA_NEON}, { \
+    feature "_cuda", feature, NYB_ISA_CUDA                                                      \
+  }
 static const path_tally paths[] = {
     {"attention_compat", "attention_compat", NYB_ISA_SCALAR},
     {"geglu_compat", "geglu_compat", NYB_ISA_SCALAR},
     {"attention_compat_cuda", "attention_compat", NYB_ISA_CUDA},
     {"geglu_compat_cuda", "geglu_compat", NYB_ISA_CUDA},
     {"attention_merge", "attention_merge", NYB_ISA_SCALAR},
+    FEATURE_TALLIES("attention_top_left"),
+    FEATURE_TALLIES("attention_window"),
+    FEATURE_TALLIES("attention_mask_bool"),
+    FEATURE_TALLIES("attention_mask_add"),
+    FEATURE_TALLIES("attention_sinks"),
+    FEATURE_TALLIES("attention_softcap"),
+    FEATURE_TALLIES("attention_alibi"),
 };
-enum { PATH_COUNT = sizeof paths / sizeof paths[0] };
+enum { PATH_COUNT = sizeof paths / sizeof paths[0], FIRST_FEATURE = 5 };
 
 static bool operation_asked(const check_run *run, const char *operation) {
   const char *asked = run->options.operation;
@@ -51,7 +65,8 @@ static bool format_asked(const check_run *run, const nyb_kernel *kernel) {
   if (strcmp(kernel->operation, "geglu_compat") == 0) {
     return strncmp(run->options.format, "plain", strlen("plain")) == 0;
   }
-  return kernel->format[0] == '\0' || strcmp(kernel->operation, "attention_softmax") == 0;
+  return kernel->format[0] == '\0' || strcmp(kernel->operation, "attention_softmax") == 0 ||
+         strcmp(kernel->operation, "attention_bias") == 0;
 }
 
 static void skip(check_tally *tally, const char *reason) {
@@ -68,6 +83,27 @@ static const char *why_left_out(const check_run *run, const nyb_kernel *kernel) 
   return format_asked(run, kernel) ? NULL : "format";
 }
 
+/* A feature runs where the kernels of its ISA do; on CUDA there are none for it yet. */
+static nyb_kernel path_kernel(int64_t index) {
+  const path_tally *path = &paths[index];
+  nyb_kernel like = NYB_KERNEL_INIT;
+  like.runs_here = true;
+  like.reason = "";
+  for (int64_t i = 0; i < nyb_kernel_count(); i++) {
+    nyb_kernel kernel = NYB_KERNEL_INIT;
+    if (nyb_kernel_at(NULL, i, &kernel) == NYB_OK && kernel.isa == path->isa) like = kernel;
+  }
+  if (path->isa == NYB_ISA_CUDA) {
+    like.runs_here = index < FIRST_FEATURE;
+    like.reason = like.runs_here ? "" : "the CUDA backend has no kernel for it";
+  }
+  like.name = path->name;
+  like.operation = path->operation;
+  like.format = "";
+  like.isa = path->isa;
+  return like;
+}
+
 static bool make_tallies(check_run *run) {
   const int64_t kernels = nyb_kernel_count();
   run->tallies = calloc((size_t)(kernels + PATH_COUNT), sizeof *run->tallies);
@@ -77,13 +113,7 @@ static bool make_tallies(check_run *run) {
     check_tally *tally = &run->tallies[i];
     tally->index = i < kernels ? i : -1;
     if (i >= kernels) {
-      const path_tally *path = &paths[i - kernels];
-      tally->kernel = (nyb_kernel){.name = path->name,
-                                   .operation = path->operation,
-                                   .format = "",
-                                   .isa = path->isa,
-                                   .runs_here = true,
-                                   .reason = ""};
+      tally->kernel = path_kernel(i - kernels);
     } else {
       tally->kernel.struct_size = sizeof tally->kernel;
       if (nyb_kernel_at(NULL, i, &tally->kernel) != NYB_OK) return false;

@@ -104,9 +104,23 @@ typedef struct oracle_result {
   double lse, lse_error;
 } oracle_result;
 
-/* One query row over the first `visible` tokens. False where memory ran out. */
+/* What becomes of a row's scores before the softmax; all of it may be left 0. */
+typedef struct oracle_bias {
+  double softcap; /* the descriptor's f32 */
+  bool sloped;
+  double slope;
+  int64_t position;    /* of the row: slopes count from there */
+  const bool *hidden;  /* [visible]: by the window or an additive mask's -inf; NULL: none */
+  const bool *masked;  /* [visible]: by a mask of bools; NULL: none */
+  const double *added; /* [visible]: the additive mask; NULL: none */
+  bool added_f32;      /* it is of f32 */
+  bool has_sink;
+  double sink;
+} oracle_bias;
+
+/* One query row over the first `visible` tokens. bias may be NULL. False where memory ran out. */
 bool oracle_attention_row(const oracle_attention *attention, const double *query, int64_t visible,
-                          oracle_result *result);
+                          const oracle_bias *bias, oracle_result *result);
 
 /* One row of nyb_attention_merge_run: outs[i] are the dim elements of part i. weights: room for
  * `parts` numbers. */

@@ -38,6 +38,12 @@
  *     largest scale as 2^13 or more: 2^-35 of the largest product of the two for each unit of a
  *     code. For the same reason weights are lost from 2^-123 of the largest on.
  *   - Scores times log2(e), and 2^x of that: u * |score| each for score and product.
+ *
+ * Softcap, slopes and masks are monotone in the score, and so are roundings: its bounds, score -
+ * delta and score + delta, are led through them with each step rounded as a kernel rounds it, to
+ * f32 and to T, while the score itself is rounded to T alone. tanh may err by 6u. A token that is
+ * hidden weighs 0 for certain and its value is not looked at. A sink is one token more, of value 0,
+ * whose weight errs as exp does.
  */
 #include <math.h>
 #include <stdlib.h>
@@ -147,6 +153,8 @@ typedef struct row_state {
   double *delta;       /* [visible] how far a kernel's score may be off; later that of log p */
   double *probability; /* [visible] */
   double most, sum;    /* the largest score; the sum of exp(score - most) */
+  const oracle_bias *bias;
+  double sink_probability, sink_delta;
 } row_state;
 
 static double dot(const double *a, const double *b, int64_t count) {
@@ -279,6 +287,73 @@ static double key_tile_error(const double *query, const double *key, int64_t dim
   return error;
 }
 
+/* Where a score may lie, and the score itself. */
+typedef struct score_bounds {
+  double low, score, high;
+} score_bounds;
+
+/* Rounds them after an f32 operation. */
+static void settle(const oracle_attention *a, bool keep_f32, score_bounds *s) {
+  const nyb_dtype dtype = rounds_scores(a) && !keep_f32 ? a->query_dtype : NYB_F32;
+  const double rounded = oracle_round(dtype, s->score);
+  s->low = oracle_round_f32_then(dtype, s->low);
+  s->high = oracle_round_f32_then(dtype, s->high);
+  if (dtype != NYB_F32 || isinf(rounded)) s->score = rounded;
+}
+
+static void cap_score(const oracle_attention *a, double softcap, score_bounds *s) {
+  const double c = rounds_scores(a) ? oracle_round(a->query_dtype, softcap) : softcap;
+  *s = (score_bounds){s->low / c, s->score / c, s->high / c};
+  settle(a, false, s);
+  *s = (score_bounds){tanh(s->low), tanh(s->score), tanh(s->high)};
+  s->low -= 6 * ORACLE_F32_UNIT * fabs(s->low);
+  s->high += 6 * ORACLE_F32_UNIT * fabs(s->high);
+  settle(a, false, s);
+  *s = (score_bounds){s->low * c, s->score * c, s->high * c};
+  settle(a, false, s);
+}
+
+static void add_to_score(const oracle_attention *a, bool keep_f32, score_bounds added,
+                         score_bounds *s) {
+  *s = (score_bounds){s->low + added.low, s->score + added.score, s->high + added.high};
+  settle(a, keep_f32, s);
+}
+
+static bool is_hidden(const oracle_bias *bias, int64_t n) {
+  return bias != NULL && bias->hidden != NULL && bias->hidden[n];
+}
+
+/* The lowest finite number of q's dtype, by which MLX hides. */
+static double lowest_of(nyb_dtype dtype) {
+  return dtype == NYB_F16 ? -65504 : dtype == NYB_BF16 ? -0x1.fep127 : -0x1.fffffep127;
+}
+
+static void bias_score(const oracle_attention *a, const oracle_bias *bias, int64_t n, double *score,
+                       double *delta) {
+  if (is_hidden(bias, n) || (bias->masked != NULL && bias->masked[n])) {
+    *score = is_hidden(bias, n) ? -INFINITY : lowest_of(a->query_dtype);
+    *delta = 0;
+    return;
+  }
+  if (bias->softcap == 0 && !bias->sloped && bias->added == NULL) return;
+  score_bounds s = {*score - *delta, *score, *score + *delta};
+  if (bias->softcap != 0) cap_score(a, bias->softcap, &s);
+  if (bias->sloped) {
+    const double distance = fabs((double)(bias->position - n));
+    const double in_f32 = -bias->slope * oracle_round(NYB_F32, distance);
+    score_bounds slope = {in_f32, -bias->slope * distance, in_f32};
+    settle(a, false, &slope);
+    add_to_score(a, false, slope, &s);
+  }
+  if (bias->added != NULL) {
+    const double added = bias->added[n];
+    add_to_score(a, bias->added_f32, (score_bounds){added, added, added}, &s);
+  }
+  *score = s.score;
+  *delta = s.low == s.score && s.high == s.score ? 0 : fmax(s.high - s.score, s.score - s.low);
+  if (isnan(*delta)) *delta = isnan(s.score) ? 0 : INFINITY;
+}
+
 static void score_tokens(const oracle_attention *a, row_state *row) {
   const int64_t dim = a->keys->dim;
   row->most = -INFINITY;
@@ -289,6 +364,7 @@ static void score_tokens(const oracle_attention *a, row_state *row) {
     if (has_integer_dots(a)) row->delta[n] += dot_absolute(row->step_error, key, dim);
     if (has_f16_tiles(a)) row->delta[n] += key_tile_error(row->query, key, dim);
     round_score(a, &row->score[n], &row->delta[n]);
+    if (row->bias != NULL) bias_score(a, row->bias, n, &row->score[n], &row->delta[n]);
     row->most = fmax(row->most, row->score[n]); /* a NaN is no maximum */
   }
 }
@@ -314,7 +390,15 @@ static void soften(const oracle_attention *a, row_state *row) {
     const int64_t in_chunk = row->visible < CHUNK_TOKENS ? row->visible : CHUNK_TOKENS;
     rescales = ceil((double)in_chunk / TILE_TOKENS) + chunk_count(row->visible);
   }
-  row->sum = 0;
+  row->sum = row->sink_probability = row->sink_delta = 0;
+  const bool has_sink = row->bias != NULL && row->bias->has_sink && row->bias->sink != -INFINITY;
+  if (has_sink) {
+    row->most = fmax(row->most, row->bias->sink);
+    rescales++;
+    const double below = row->most - row->bias->sink;
+    row->sum = row->sink_probability = exp(-below);
+    row->sink_delta = ORACLE_F32_UNIT * (4 * below + 5 * (rescales + 2));
+  }
   for (int64_t n = 0; n < row->visible; n++) {
     if (row->score[n] == -INFINITY) {
       row->probability[n] = row->delta[n] = 0;
@@ -329,11 +413,13 @@ static void soften(const oracle_attention *a, row_state *row) {
   for (int64_t n = 0; n < row->visible; n++) {
     row->probability[n] /= row->sum;
   }
+  row->sink_probability /= row->sum;
 }
 
 /* sum p (exp(delta) - 1) and 1 - sum p exp(-delta): how far the sum of the weights may be off. */
 static void weight_errors(const row_state *row, double *above, double *below) {
-  *above = *below = 0;
+  *above = row->sink_probability * expm1(row->sink_delta);
+  *below = -row->sink_probability * expm1(-row->sink_delta);
   for (int64_t n = 0; n < row->visible; n++) {
     *above += row->probability[n] * expm1(row->delta[n]);
     *below -= row->probability[n] * expm1(-row->delta[n]);
@@ -363,6 +449,7 @@ static void weigh_values(const oracle_attention *a, const row_state *row, oracle
   }
   for (int64_t n = 0; n < row->visible; n++) {
     const double p = row->probability[n];
+    if (is_hidden(row->bias, n)) continue;
     if (p == 0 && a->values->finite) continue; /* 0 times infinity is NaN */
     const double *value = a->values->value + n * dim;
     const double *magnitude = a->values->magnitude + n * dim;
@@ -380,9 +467,11 @@ static double underflow(const oracle_attention *a, int64_t visible) {
 }
 
 /* The largest |v - out| of a column: a mean with other weights is not farther away. */
-static double largest_deviation(const oracle_attention *a, int64_t visible, int64_t d, double out) {
-  double largest = 0;
-  for (int64_t n = 0; n < visible; n++) {
+static double largest_deviation(const oracle_attention *a, const row_state *row, int64_t d,
+                                double out) {
+  double largest = row->sink_probability > 0 ? fabs(out) : 0;
+  for (int64_t n = 0; n < row->visible; n++) {
+    if (is_hidden(row->bias, n)) continue;
     largest = fmax(largest, fabs(a->values->value[n * a->values->dim + d] - out));
   }
   return largest;
@@ -427,6 +516,7 @@ static void add_weight_steps(const oracle_attention *a, const row_state *row, in
   const int64_t groups = values->dim / values->group_size;
   double largest = 0, sum = 0;
   for (int64_t n = first; n < end; n++) {
+    if (is_hidden(row->bias, n)) continue;
     const double weight = row->probability[n] * fabs(values->scale[n * groups + group]);
     if (weight > largest) largest = weight;
     sum += weight;
@@ -461,7 +551,7 @@ static void value_errors_fused(const oracle_attention *a, const row_state *row, 
   double above, below;
   weight_errors(row, &above, &below);
   for (int64_t d = 0; d < dim; d++) {
-    deviation[d] = 0;
+    deviation[d] = row->sink_probability * expm1(row->sink_delta) * fabs(result->out[d]);
   }
   for (int64_t n = 0; n < row->visible; n++) {
     const double weight_error = row->probability[n] * expm1(row->delta[n]);
@@ -475,7 +565,7 @@ static void value_errors_fused(const oracle_attention *a, const row_state *row, 
     double from_weights = deviation[d] / (1 - below);
     if (!(above < 0.25)) {
       from_weights = fmin(isnan(from_weights) ? INFINITY : from_weights,
-                          largest_deviation(a, row->visible, d, result->out[d]));
+                          largest_deviation(a, row, d, result->out[d]));
     }
     result->out_error[d] = from_weights + depth * ORACLE_F32_UNIT * result->out_error[d] + lost;
   }
@@ -488,7 +578,8 @@ static void value_errors_fused(const oracle_attention *a, const row_state *row, 
  * lies between the roundings of its lower and its upper bound. */
 static void values_compat(const oracle_attention *a, row_state *row, oracle_result *result) {
   const int64_t dim = a->values->dim;
-  const nyb_dtype dtype = rounds_scores(a) ? a->query_dtype : NYB_F32;
+  const bool in_f32 = row->bias != NULL && row->bias->added_f32;
+  const nyb_dtype dtype = rounds_scores(a) && !in_f32 ? a->query_dtype : NYB_F32;
   double above, below;
   weight_errors(row, &above, &below);
   const double of_sum =
@@ -507,6 +598,7 @@ static void values_compat(const oracle_attention *a, row_state *row, oracle_resu
     result->out_error[d] += lost;
   }
   for (int64_t n = 0; n < row->visible; n++) {
+    if (is_hidden(row->bias, n)) continue;
     for (int64_t d = 0; d < dim && row->delta[n] > 0; d++) {
       result->out_error[d] += row->delta[n] * fabs(a->values->value[n * dim + d]);
     }
@@ -515,24 +607,55 @@ static void values_compat(const oracle_attention *a, row_state *row, oracle_resu
 
 /* ---- The row ------------------------------------------------------------------------------ */
 
-static void empty_row(const oracle_attention *a, oracle_result *result) {
+static void empty_row(const oracle_attention *a, const oracle_bias *bias, oracle_result *result) {
+  const double sink = bias != NULL && bias->has_sink ? bias->sink : -INFINITY;
+  const bool lost = isnan(sink) || sink == INFINITY;
   for (int64_t d = 0; d < a->values->dim; d++) {
-    result->out[d] = result->out_error[d] = 0;
+    result->out[d] = lost ? (double)NAN : 0;
+    result->out_error[d] = 0;
   }
-  result->lse = -INFINITY;
+  result->lse = lost ? (double)NAN : sink;
   result->lse_error = 0;
 }
 
+static bool sees_any(const oracle_bias *bias, int64_t visible) {
+  for (int64_t n = 0; n < visible; n++) {
+    if (!is_hidden(bias, n)) return true;
+  }
+  return false;
+}
+
+/* Only MLX's compat path hides by a number; all else hides what a mask of bools does for good. */
+static bool hides_by_number(const oracle_attention *a) {
+  return a->path == NYB_PATH_COMPAT && rounds_scores(a);
+}
+
 bool oracle_attention_row(const oracle_attention *a, const double *query, int64_t visible,
-                          oracle_result *result) {
-  if (visible <= 0) {
-    empty_row(a, result);
+                          const oracle_bias *bias, oracle_result *result) {
+  oracle_bias with_masked;
+  bool *hidden = NULL;
+  if (bias != NULL && bias->masked != NULL && !hides_by_number(a)) {
+    hidden = malloc((size_t)visible + 1);
+    if (hidden == NULL) return false;
+    for (int64_t n = 0; n < visible; n++) hidden[n] = is_hidden(bias, n) || bias->masked[n];
+    with_masked = *bias;
+    with_masked.hidden = hidden;
+    with_masked.masked = NULL;
+    bias = &with_masked;
+  }
+  if (!sees_any(bias, visible)) {
+    empty_row(a, bias, result);
+    free(hidden);
     return true;
   }
   const int64_t key_dim = a->keys->dim, value_dim = a->values->dim;
   double *memory = malloc((size_t)(3 * key_dim + 3 * visible + value_dim) * sizeof(double));
-  if (memory == NULL) return false;
+  if (memory == NULL) {
+    free(hidden);
+    return false;
+  }
   row_state row = {.visible = visible,
+                   .bias = bias,
                    .query = memory,
                    .step_error = memory + key_dim,
                    .sum_error = memory + 2 * key_dim,
@@ -550,5 +673,6 @@ bool oracle_attention_row(const oracle_attention *a, const double *query, int64_
     value_errors_fused(a, &row, memory + 3 * key_dim + 3 * visible, result);
   }
   free(memory);
+  free(hidden);
   return true;
 }

@@ -203,7 +203,7 @@ static void expect_row(const parts_case *c, const piece *pieces, int count, int6
     results[used].out = memory + 2 * used * s->value_dim;
     results[used].out_error = results[used].out + s->value_dim;
     const int64_t end = p->end < visible ? p->end : visible;
-    assert_true(oracle_attention_row(&attention, query, end - p->begin, &results[used]));
+    assert_true(oracle_attention_row(&attention, query, end - p->begin, NULL, &results[used]));
   }
   merge(results, used, s->value_dim, merged);
   free(memory);

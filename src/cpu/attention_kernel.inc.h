@@ -11,6 +11,7 @@
  *
  * Every row gets the same operations in the same order however many rows stand beside it. */
 
+#include <float.h>
 #include <math.h>
 
 #include "../kernels.h"
@@ -130,6 +131,7 @@ static void gather_groups(const char *first, int64_t stride_bytes, int64_t group
 #include "attention_ahead.inc.h"
 #include "attention_scores.inc.h"
 #include "attention_softmax.inc.h"
+#include "attention_bias.inc.h"
 #include "attention_values.inc.h"
 
 /* ---- The kernels by name -------------------------------------------------------------------- */

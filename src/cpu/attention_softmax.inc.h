@@ -6,7 +6,13 @@
  * error, is off by 2e-9. ln2 is split so that n times its upper part is exact. Adding 1.5 * 2^23
  * rounds to an integer, which then stands in the low bits of the sum; 127 more make it the exponent
  * of 2^n. */
-ALWAYS_INLINE vf exp_of_negative(vf x) {
+typedef struct exp_parts {
+  vf power; /* 2^n */
+  vf r;
+  vf slope; /* (exp(r) - 1) / r */
+} exp_parts;
+
+ALWAYS_INLINE exp_parts split_exp(vf x) {
   const vf shift = vf_set1(0x1.8p23f + 127);
   const vf biased = vf_fma(x, vf_set1(0x1.715476p+0f), shift);
   const vf n = vf_sub(biased, shift);
@@ -18,8 +24,13 @@ ALWAYS_INLINE vf exp_of_negative(vf x) {
   p = vf_fma(p, r, vf_set1(0x1.555418p-3f));
   p = vf_fma(p, r, vf_set1(0x1.fffffcp-2f));
   p = vf_fma(p, r, vf_set1(1.0f));
-  p = vf_fma(p, r, vf_set1(1.0f));
-  return vf_zero_below(vf_mul(p, vf_power_of_low_bits(biased)), x, -87.3f);
+  return (exp_parts){.power = vf_power_of_low_bits(biased), .r = r, .slope = p};
+}
+
+ALWAYS_INLINE vf exp_of_negative(vf x) {
+  const exp_parts parts = split_exp(x);
+  const vf p = vf_fma(parts.slope, parts.r, vf_set1(1.0f));
+  return vf_zero_below(vf_mul(p, parts.power), x, -87.3f);
 }
 
 ALWAYS_INLINE vf round_score(vf score, nyb_dtype dtype) {

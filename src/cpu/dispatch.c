@@ -65,6 +65,7 @@ const char *nyb_operation_name(nyb_operation operation) {
       [NYB_OPERATION_QUANTIZE] = "quantize",
       [NYB_OPERATION_DEQUANTIZE] = "dequantize",
       [NYB_OPERATION_ATTENTION_QUERIES] = "attention_queries",
+      [NYB_OPERATION_ATTENTION_BIAS] = "attention_bias",
       [NYB_OPERATION_ATTENTION_SOFTMAX] = "attention_softmax",
       [NYB_OPERATION_ATTENTION_SCORES] = "attention_scores",
       [NYB_OPERATION_ATTENTION_VALUES] = "attention_values",

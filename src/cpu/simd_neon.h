@@ -26,6 +26,7 @@ static inline vf vf_sub(vf a, vf b) { return vsubq_f32(a, b); }
 static inline vf vf_mul(vf a, vf b) { return vmulq_f32(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 static inline vf vf_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+static inline vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
 static inline vf vf_abs(vf a) { return vabsq_f32(a); }
 static inline float vf_reduce_add(vf a) { return vaddvq_f32(a); }
 static inline float vf_reduce_max(vf a) { return vmaxvq_f32(a); }
@@ -64,10 +65,18 @@ static inline vf vf_zero_below(vf a, vf x, float limit) {
   const uint32x4_t below = vcltq_f32(x, vdupq_n_f32(limit));
   return vreinterpretq_f32_u32(vbicq_u32(vreinterpretq_u32_f32(a), below));
 }
+static inline vf vf_where_below(vf x, float limit, vf a, vf b) {
+  return vbslq_f32(vcltq_f32(x, vdupq_n_f32(limit)), a, b);
+}
 
 static inline vi vi_zero(void) { return vdupq_n_s32(0); }
 static inline vi vi_set1(int32_t x) { return vdupq_n_s32(x); }
 static inline vi vi_load(const int32_t *p) { return vld1q_s32(p); }
+static inline vi vi_load_bytes(const uint8_t *p) {
+  uint64_t four = 0;
+  memcpy(&four, p, 4);
+  return vreinterpretq_s32_u32(vmovl_u16(vget_low_u16(vmovl_u8(vcreate_u8(four)))));
+}
 static inline void vi_store(int32_t *p, vi x) { vst1q_s32(p, x); }
 static inline vi vi_add(vi a, vi b) { return vaddq_s32(a, b); }
 static inline vi vi_and(vi a, vi b) { return vandq_s32(a, b); }

@@ -26,6 +26,7 @@ static inline vf vf_mul(vf a, vf b) { return a * b; }
 static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 /* The larger one; b where either is NaN. */
 static inline vf vf_max(vf a, vf b) { return a > b ? a : b; }
+static inline vf vf_div(vf a, vf b) { return a / b; }
 static inline vf vf_abs(vf a) { return fabsf(a); }
 static inline float vf_reduce_add(vf a) { return a; }
 static inline float vf_reduce_max(vf a) { return a; }
@@ -48,10 +49,13 @@ static inline vf vf_power_of_low_bits(vf a) {
 }
 /* a where x >= limit or x is NaN, else 0 */
 static inline vf vf_zero_below(vf a, vf x, float limit) { return x < limit ? 0 : a; }
+/* a where x < limit, else b: where x is NaN, too */
+static inline vf vf_where_below(vf x, float limit, vf a, vf b) { return x < limit ? a : b; }
 
 static inline vi vi_zero(void) { return 0; }
 static inline vi vi_set1(int32_t x) { return x; }
 static inline vi vi_load(const int32_t *p) { return *p; }
+static inline vi vi_load_bytes(const uint8_t *p) { return *p; } /* a byte for each lane */
 static inline void vi_store(int32_t *p, vi x) { *p = x; }
 static inline vi vi_add(vi a, vi b) { return a + b; }
 static inline vi vi_and(vi a, vi b) { return a & b; }
