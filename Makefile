@@ -67,6 +67,9 @@ bench: build $(VENV)/.plot ## Measure attention, GeGLU and quantization; draw pi
 	$(VENV)/bin/python bench/plot.py $(BENCH_DIR)/attention.json $(BENCH_DIR)/replay.json \
 	  --output $(BENCH_DIR)/nybble.png
 
+bench-features: build ## What masks, windows, sinks, pages and the like cost beside the plain call
+	build/nybble bench features
+
 peers: build ## Build ggml beside nybble and compare on the same shapes
 	bench/peers/build.sh
 	bench/peers/compare.py

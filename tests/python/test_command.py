@@ -136,6 +136,8 @@ USAGE_FAULTS = [
     (["bench"], "operation must be given"),
     (["bench", "softmax"], '"softmax" is no operation'),
     (["bench", "geglu", "attention"], "one operation at a time"),
+    (["bench", "features", "--backend", "cuda"], "features is not measured on the backend cuda"),
+    (["bench", "features", "--query-len", "2"], "--query-len does not go with features"),
     (["bench", "attention", "--shape", "1,32,8,128"], "B,Hq,Hkv,D,N"),
     (["bench", "attention", "--shape", "1,32,8,128,0"], "B,Hq,Hkv,D,N"),
     (["bench", "attention", "--shape", "1,32,8,128,9,9"], "B,Hq,Hkv,D,N"),
@@ -580,6 +582,19 @@ def test_bench_geglu_and_quantize() -> None:
         assert result["share_of_copy"] > 0
     for result in quantize["results"]:
         assert result["bytes"] == 10 * (256 + 128 * 3 // 8 + 2 * 2 * 2)
+
+
+def test_bench_features() -> None:
+    report = good_json("bench", "features", "--shape", "2,4,2,64,512", "--repeats", "2", *QUICK)
+    names = [r["feature"] for r in report["results"]]
+    assert len(names) == len(set(names)) == 18
+    assert names[-1] == "window of 1,024 over 131,072"
+    for result in report["results"]:
+        assert "refused" not in result, result["refused"]
+        assert result["shape"][:4] == [2, 4, 2, 64] and result["cache"] == "4-bit"
+        assert 0 < result["plain_min_us"] <= result["plain_median_us"]
+        assert 0 < result["min_us"] <= result["median_us"] and result["ratio"] > 0
+    assert {r["goal"] for r in report["results"]} == {1.1, 1.08, 1.3, None}
 
 
 def test_bench_overhead() -> None:

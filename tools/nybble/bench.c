@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* nybble bench: times of attention, geglu and quantize beside the bandwidth that the same machine
- * gives to plain code in the same run, and the overhead of a call. */
+ * gives to plain code in the same run, the overhead of a call, and the cost
+ * of masks, windows, pages and the like. */
 #include "bench.h"
 
 #include <errno.h>
@@ -30,33 +31,40 @@ enum {
 };
 
 static const nyb_bench_operation *const operations[] = {&nyb_bench_attention, &nyb_bench_geglu,
-                                                        &nyb_bench_quantize, &nyb_bench_append,
-                                                        &nyb_bench_overhead};
+                                                        &nyb_bench_quantize,  &nyb_bench_append,
+                                                        &nyb_bench_overhead,  &nyb_bench_features};
 enum { OPERATIONS = sizeof operations / sizeof operations[0] };
 
 /* An option that only some operations know. */
+enum { LIMITED_OPERATIONS = 5 };
 static const struct {
   int key;
   const char *name;
-  const nyb_bench_operation *operations[4];
+  const nyb_bench_operation *operations[LIMITED_OPERATIONS]; /* NULL behind them */
 } limited_options[] = {
     {'s',
      "--shape",
-     {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_quantize, &nyb_bench_append}},
+     {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_quantize, &nyb_bench_append,
+      &nyb_bench_features}},
     {KEY_SHAPES,
      "--shapes",
-     {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_quantize, &nyb_bench_append}},
+     {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_quantize, &nyb_bench_append,
+      &nyb_bench_features}},
     {KEY_ELEMENTS, "--elements", {&nyb_bench_geglu}},
     {KEY_QUERY_LEN, "--query-len", {&nyb_bench_attention}},
     {KEY_LENGTHS, "--lengths", {&nyb_bench_attention}},
     {'b',
      "--bits",
-     {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_append, &nyb_bench_overhead}},
+     {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_append, &nyb_bench_overhead,
+      &nyb_bench_features}},
     {'g',
      "--group-size",
-     {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_append, &nyb_bench_overhead}},
-    {KEY_PATH, "--path", {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_overhead}},
-    {KEY_ROUNDING, "--rounding", {&nyb_bench_attention, &nyb_bench_overhead}},
+     {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_append, &nyb_bench_overhead,
+      &nyb_bench_features}},
+    {KEY_PATH,
+     "--path",
+     {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_overhead, &nyb_bench_features}},
+    {KEY_ROUNDING, "--rounding", {&nyb_bench_attention, &nyb_bench_overhead, &nyb_bench_features}},
     {KEY_RULE, "--rule", {&nyb_bench_quantize, &nyb_bench_append}},
 };
 enum { LIMITED_OPTIONS = sizeof limited_options / sizeof limited_options[0] };
@@ -90,7 +98,7 @@ static bool read_shape(const char *text, int fields, nyb_bench_shape *shape) {
 
 static const char *what_is_wrong(const nyb_bench_operation *operation,
                                  const nyb_bench_shape *shape) {
-  if (operation != &nyb_bench_attention) return NULL;
+  if (operation != &nyb_bench_attention && operation != &nyb_bench_features) return NULL;
   if (shape->field[4] > INT32_MAX) return "N is more than a sequence can have";
   if (shape->field[1] % shape->field[2] != 0) return "Hkv does not divide Hq";
   return NULL;
@@ -174,16 +182,19 @@ static const nyb_bench_operation *parse_operation(const struct argp_state *state
   for (int i = 0; i < OPERATIONS; i++) {
     if (strcmp(text, operations[i]->name) == 0) return operations[i];
   }
-  argp_error(state,
-             "\"%s\" is no operation; it must be attention, geglu, quantize, append or overhead",
-             text);
+  argp_error(
+      state,
+      "\"%s\" is no operation; it must be attention, geglu, quantize, append, overhead or features",
+      text);
   return NULL;
 }
 
 static void check_limited_options(const arguments *given, const struct argp_state *state) {
   for (int i = 0; i < LIMITED_OPTIONS; i++) {
     bool known = !given->given[i];
-    for (int j = 0; j < 4; j++) known |= limited_options[i].operations[j] == given->operation;
+    for (int j = 0; j < LIMITED_OPERATIONS; j++) {
+      known |= limited_options[i].operations[j] == given->operation;
+    }
     if (!known) {
       argp_error(state, "%s does not go with %s", limited_options[i].name, given->operation->name);
     }
@@ -195,6 +206,8 @@ static void finish_widths(arguments *given, const struct argp_state *state) {
   if (settings->widths.count == 0) {
     if (given->operation == &nyb_bench_attention) {
       settings->widths = (nyb_width_list){.items = {{4, 4}, {8, 8}, {16, 16}}, .count = 3};
+    } else if (given->operation == &nyb_bench_features) {
+      settings->widths = (nyb_width_list){.items = {{4, 4}}, .count = 1};
     } else {
       settings->widths = (nyb_width_list){.items = {{4, 4}, {8, 8}}, .count = 2};
     }
@@ -223,7 +236,9 @@ static void check_backend(const arguments *given, const struct argp_state *state
 static void finish_arguments(arguments *given, const struct argp_state *state) {
   nyb_bench_settings *settings = &given->settings;
   if (given->operation == NULL) {
-    argp_error(state, "an operation must be given: attention, geglu, quantize, append or overhead");
+    argp_error(
+        state,
+        "an operation must be given: attention, geglu, quantize, append, overhead or features");
     return;
   }
   check_limited_options(given, state);
@@ -447,7 +462,8 @@ int nyb_command_bench(int argc, char **argv) {
       {.name = "shape",
        .key = 's',
        .arg = "SHAPE",
-       .doc = "attention: B,Hq,Hkv,D,N; geglu: ROWS,COLUMNS; quantize: ROWS,DIM; append: B,Hkv,D; "
+       .doc = "attention, features: B,Hq,Hkv,D,N; geglu: ROWS,COLUMNS; quantize: ROWS,DIM; append: "
+              "B,Hkv,D; "
               "repeatable"},
       {.name = "shapes",
        .key = KEY_SHAPES,
@@ -458,7 +474,8 @@ int nyb_command_bench(int argc, char **argv) {
        .key = 'b',
        .arg = "BITS",
        .doc = "2, 3, 4, 5, 6, 8, or 16 for a cache that is not quantized; K:V for two widths; a "
-              "list with commas; repeatable (attention: 4,8,16; quantize and overhead: 4,8)"},
+              "list with commas; repeatable (attention: 4,8,16; quantize and overhead: 4,8; "
+              "features: 4)"},
       {.name = "group-size", .key = 'g', .arg = "SIZE", .doc = "32, 64 or 128 (64)"},
       {.name = "query-len",
        .key = KEY_QUERY_LEN,
@@ -504,14 +521,16 @@ int nyb_command_bench(int argc, char **argv) {
   static const struct argp argp = {
       .options = options,
       .parser = parse,
-      .args_doc = "attention|geglu|quantize|append|overhead",
+      .args_doc = "attention|geglu|quantize|append|overhead|features",
       .doc =
           "Measures single calls, cold (going round copies of the data in more memory than any "
           "cache holds) and warm (the same data again and again), beside the bandwidth that the "
           "same number of threads reaches in plain code in the same run. On the GPU: replays of a "
           "graph of many calls, beside what reading and copying reach there.\v"
           "GB/s counts, for attention, the bytes of K and V with their scales and biases, once; "
-          "for geglu and quantize, all bytes read and written.",
+          "for geglu and quantize, all bytes read and written. features times a call with each "
+          "feature "
+          "in turn with the plain one, cold.",
   };
   arguments given = {
       .settings = {.group_size = 64, .query_len = 1, .dtype = NYB_BF16, .seconds = 0.5}};

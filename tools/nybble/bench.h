@@ -74,6 +74,16 @@ int nyb_bench_measure(const nyb_bench_settings *settings, const nyb_bench_contex
                       const nyb_bench_copies *copies, int64_t most_replays, nyb_bench_call call,
                       void *data, nyb_timing *timing);
 
+/* Two calls in turn, on the CPU, so that what the machine does meanwhile meets both alike; *ratio
+ * is the median of the second's time by the first's before it. Returns as above. */
+typedef struct nyb_bench_turn {
+  nyb_bench_call call;
+  void *data;
+  nyb_timing timing; /* out */
+} nyb_bench_turn;
+int nyb_bench_measure_in_turns(const nyb_bench_settings *settings, nyb_bench_turn turns[2],
+                               double *ratio);
+
 /* ---- Memory that is cold ------------------------------------------------------------------ */
 
 /* Copies of one call's data, so many that going round them leaves no cache a chance. */
@@ -141,5 +151,6 @@ extern const nyb_bench_operation nyb_bench_geglu;
 extern const nyb_bench_operation nyb_bench_quantize;
 extern const nyb_bench_operation nyb_bench_overhead;
 extern const nyb_bench_operation nyb_bench_append;
+extern const nyb_bench_operation nyb_bench_features;
 
 #endif

@@ -5,13 +5,11 @@
 #include <string.h>
 
 #include "bench.h"
+#include "bench_rows.h"
 #include "placement.h"
 #include "progress.h"
 
 enum { BATCH, QUERY_HEADS, KV_HEADS, HEAD_DIM, TOKENS };
-
-/* Distinct rows that a cache is filled with, again and again. */
-enum { TEMPLATE_ROWS = 4096 };
 
 static const nyb_bench_shape default_shapes[] = {
     /* bench/shapes/attention-short.txt says the same. */
@@ -19,127 +17,13 @@ static const nyb_bench_shape default_shapes[] = {
     {{1, 16, 8, 256, 8192}}, {{1, 16, 1, 512, 8192}}, {{1, 9, 3, 64, 2048}},
 };
 
-/* ---- One of K and V ----------------------------------------------------------------------- */
-
-/* The three arrays of stored rows: codes, scales, biases; bytes of a row of each, 0 for none. */
-enum { ARRAYS = 3 };
-
-typedef struct layout {
-  nyb_format format;
-  int64_t row_bytes[ARRAYS];
-  int64_t offset_bytes[ARRAYS]; /* in a copy */
-} layout;
-
-static int describe_rows(int32_t bits, const nyb_bench_settings *settings, int64_t dim,
-                         layout *rows) {
-  rows->format = nyb_width_format(bits, settings->group_size, settings->dtype);
-  const int64_t all_bytes = nyb_format_row_bytes(&rows->format, dim);
-  if (all_bytes < 0) return nyb_command_failed("%s", nyb_last_error());
-  memset(rows->row_bytes, 0, sizeof rows->row_bytes);
-  if (rows->format.scheme == NYB_PLAIN) {
-    rows->row_bytes[0] = all_bytes;
-  } else {
-    const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(rows->format.dtype);
-    rows->row_bytes[1] = rows->row_bytes[2] = dim / settings->group_size * scale_bytes;
-    rows->row_bytes[0] = all_bytes - 2 * rows->row_bytes[1];
-  }
-  return 0;
-}
-
-/* Places the arrays behind *end, and moves it; false where that overflows. */
-static bool place_rows(layout *rows, int64_t row_count, int64_t *end) {
-  for (int i = 0; i < ARRAYS; i++) {
-    int64_t bytes;
-    if (!nyb_multiply(rows->row_bytes[i], row_count, &bytes)) return false;
-    if (bytes > INT64_MAX / 4 || *end > INT64_MAX / 4) return false;
-    rows->offset_bytes[i] = *end;
-    *end += (bytes + 63) / 64 * 64;
-  }
-  return true;
-}
-
-/* Strides in elements (words for codes) of [batch, heads, tokens, ...] without gaps. */
-static nyb_stored_output point_at(const layout *rows, char *copy, int64_t heads, int64_t tokens) {
-  const int64_t element_bytes = (int64_t)nyb_dtype_bytes(rows->format.dtype);
-  const bool plain = rows->format.scheme == NYB_PLAIN;
-  const int64_t code_row = rows->row_bytes[0] / (plain ? element_bytes : 4);
-  const int64_t scale_row = rows->row_bytes[1] / element_bytes;
-  return (nyb_stored_output){
-      .format = rows->format,
-      .codes = copy + rows->offset_bytes[0],
-      .scales = plain ? NULL : copy + rows->offset_bytes[1],
-      .biases = plain ? NULL : copy + rows->offset_bytes[2],
-      .codes_stride = {heads * tokens * code_row, tokens * code_row, code_row},
-      .scales_stride = {heads * tokens * scale_row, tokens * scale_row, scale_row},
-      .biases_stride = {heads * tokens * scale_row, tokens * scale_row, scale_row},
-  };
-}
-
-static nyb_stored as_input(const nyb_stored_output *rows) {
-  nyb_stored input = {
-      .format = rows->format, .codes = rows->codes, .scales = rows->scales, .biases = rows->biases};
-  memcpy(input.codes_stride, rows->codes_stride, sizeof input.codes_stride);
-  memcpy(input.scales_stride, rows->scales_stride, sizeof input.scales_stride);
-  memcpy(input.biases_stride, rows->biases_stride, sizeof input.biases_stride);
-  return input;
-}
-
-/* Writes `count` rows over and over from a template, from its row `first` on. */
-static void tile(char *to, const char *template, int64_t row_bytes, int64_t template_rows,
-                 int64_t first, int64_t count) {
-  while (count > 0 && row_bytes > 0) {
-    const int64_t at_once = count < template_rows - first ? count : template_rows - first;
-    memcpy(to, template + first * row_bytes, (size_t)(at_once * row_bytes));
-    to += at_once * row_bytes;
-    count -= at_once;
-    first = 0;
-  }
-}
-
-/* Quantizes a template of random rows and fills every copy with it, each head and each copy from
- * another row on. */
-static int fill_rows(nyb_context *context, const layout *rows, int64_t dim, int64_t heads,
-                     int64_t tokens, uint64_t seed, const nyb_bench_copies *copies) {
-  const int64_t template_rows = tokens < TEMPLATE_ROWS ? tokens : TEMPLATE_ROWS;
-  layout packed = *rows;
-  int64_t template_bytes = 0;
-  if (!place_rows(&packed, template_rows, &template_bytes)) {
-    return nyb_command_failed("the shape is too large");
-  }
-  float *wide = nyb_command_allocate(template_rows * dim * (int64_t)sizeof *wide);
-  char *template = nyb_command_allocate(template_bytes);
-  nyb_bench_random(wide, template_rows * dim, seed);
-  nyb_quantize quantize = NYB_QUANTIZE_INIT;
-  quantize.batch = 1;
-  quantize.heads = 1;
-  quantize.tokens = template_rows;
-  quantize.dim = dim;
-  quantize.input = (nyb_input){.data = wide, .dtype = NYB_F32, .stride = {0, 0, dim}};
-  quantize.output = point_at(&packed, template, 1, template_rows);
-  const nyb_status status = nyb_quantize_run(context, &quantize, NULL);
-  for (int64_t copy = 0; copy < copies->count && status == NYB_OK; copy++) {
-    nyb_progress_show("filling the caches: %.0f%%", 100.0 * (double)copy / (double)copies->count);
-    for (int64_t head = 0; head < heads; head++) {
-      const int64_t first = (copy * 31 + head * 977) % template_rows;
-      for (int i = 0; i < ARRAYS; i++) {
-        tile(copies->memory + copy * copies->copy_bytes + rows->offset_bytes[i] +
-                 head * tokens * rows->row_bytes[i],
-             template + packed.offset_bytes[i], rows->row_bytes[i], template_rows, first, tokens);
-      }
-    }
-  }
-  free(wide);
-  free(template);
-  return status == NYB_OK ? 0 : nyb_command_failed("%s", nyb_last_error());
-}
-
 /* ---- The call ----------------------------------------------------------------------------- */
 
 typedef struct attention_bench {
   nyb_bench_run *run;
   const nyb_bench_shape *shape;
   nyb_width width;
-  layout key, value;
+  nyb_bench_rows key, value;
   nyb_bench_copies copies;
   int64_t bytes;    /* that one call reads of K and V */
   int32_t *lengths; /* [batch] */
@@ -161,10 +45,12 @@ static void point_call(attention_call *call, int64_t index) {
   const attention_bench *bench = call->bench;
   const int64_t *field = bench->shape->field;
   char *copy = nyb_bench_copy(&bench->copies, call->cold, index);
-  const nyb_stored_output k = point_at(&bench->key, copy, field[KV_HEADS], field[TOKENS]);
-  const nyb_stored_output v = point_at(&bench->value, copy, field[KV_HEADS], field[TOKENS]);
-  call->attention.k = as_input(&k);
-  call->attention.v = as_input(&v);
+  const nyb_stored_output k =
+      nyb_bench_point_rows(&bench->key, copy, field[KV_HEADS], field[TOKENS]);
+  const nyb_stored_output v =
+      nyb_bench_point_rows(&bench->value, copy, field[KV_HEADS], field[TOKENS]);
+  call->attention.k = nyb_bench_as_input(&k);
+  call->attention.v = nyb_bench_as_input(&v);
 }
 
 static nyb_status run_call(void *data, int64_t index) {
@@ -282,15 +168,17 @@ static int measure(const attention_bench *bench, const nyb_bench_context *on, bo
 static int size_caches(attention_bench *bench) {
   const nyb_bench_settings *settings = bench->run->settings;
   const int64_t *field = bench->shape->field;
-  int status = describe_rows(bench->width.key_bits, settings, field[HEAD_DIM], &bench->key);
+  int status =
+      nyb_bench_describe_rows(bench->width.key_bits, settings, field[HEAD_DIM], &bench->key);
   if (status == 0) {
-    status = describe_rows(bench->width.value_bits, settings, field[HEAD_DIM], &bench->value);
+    status =
+        nyb_bench_describe_rows(bench->width.value_bits, settings, field[HEAD_DIM], &bench->value);
   }
   if (status != 0) return status;
   int64_t rows, end = 0, query_rows, elements;
   if (!nyb_multiply(field[BATCH], field[KV_HEADS], &rows) ||
-      !nyb_multiply(rows, field[TOKENS], &rows) || !place_rows(&bench->key, rows, &end) ||
-      !place_rows(&bench->value, rows, &end) ||
+      !nyb_multiply(rows, field[TOKENS], &rows) || !nyb_bench_place_rows(&bench->key, rows, &end) ||
+      !nyb_bench_place_rows(&bench->value, rows, &end) ||
       !nyb_multiply(field[BATCH], field[QUERY_HEADS], &query_rows) ||
       !nyb_multiply(query_rows, settings->query_len, &query_rows) ||
       !nyb_multiply(query_rows, field[HEAD_DIM], &elements) || elements > INT64_MAX / 64) {
@@ -309,7 +197,7 @@ static void choose_lengths(attention_bench *bench) {
   for (int64_t b = 0; b < field[BATCH]; b++) {
     const int64_t last = b < asked->count ? b : asked->count - 1;
     bench->lengths[b] = (int32_t)(asked->count > 0 ? asked->items[last] : field[TOKENS]);
-    for (int i = 0; i < ARRAYS; i++) {
+    for (int i = 0; i < NYB_BENCH_ARRAYS; i++) {
       bench->bytes += bench->lengths[b] * field[KV_HEADS] *
                       (bench->key.row_bytes[i] + bench->value.row_bytes[i]);
     }
@@ -323,11 +211,11 @@ static int prepare(attention_bench *bench) {
   int status = size_caches(bench);
   if (status != 0) return status;
   const int64_t heads = field[BATCH] * field[KV_HEADS];
-  status =
-      fill_rows(context, &bench->key, field[HEAD_DIM], heads, field[TOKENS], 1, &bench->copies);
+  status = nyb_bench_fill_rows(context, &bench->key, field[HEAD_DIM], heads, field[TOKENS], 1,
+                               &bench->copies);
   if (status == 0) {
-    status =
-        fill_rows(context, &bench->value, field[HEAD_DIM], heads, field[TOKENS], 2, &bench->copies);
+    status = nyb_bench_fill_rows(context, &bench->value, field[HEAD_DIM], heads, field[TOKENS], 2,
+                                 &bench->copies);
   }
   if (status != 0) return status;
   choose_lengths(bench);

@@ -58,6 +58,42 @@ int nyb_bench_measure(const nyb_bench_settings *settings, const nyb_bench_contex
   return status;
 }
 
+static int time_turn(const nyb_bench_turn *turn, int64_t index, double *sample_us) {
+  const int64_t start_ns = nyb_now_ns();
+  if (turn->call(turn->data, index) != NYB_OK) return failed();
+  *sample_us = (double)(nyb_now_ns() - start_ns) * 1e-3;
+  return 0;
+}
+
+int nyb_bench_measure_in_turns(const nyb_bench_settings *settings, nyb_bench_turn turns[2],
+                               double *ratio) {
+  const int64_t most = settings->repeats > 0 ? settings->repeats : MAX_REPEATS;
+  double *samples = nyb_command_allocate(3 * most * (int64_t)sizeof *samples);
+  double *first = samples, *second = samples + most, *ratios = samples + 2 * most;
+  int64_t index = 0, count = 0;
+  int status = 0;
+  for (int i = 0; i < 2 && status == 0; i++) {
+    status = warm_up(settings->seconds / 10, turns[i].call, turns[i].data, &index);
+  }
+  const int64_t begin_ns = nyb_now_ns();
+  const int64_t limit_ns = (int64_t)(settings->seconds * 1e9);
+  while (status == 0 && count < most) {
+    if (settings->repeats == 0 && count >= MIN_REPEATS && nyb_now_ns() - begin_ns > limit_ns) break;
+    status = time_turn(&turns[0], index++, &first[count]);
+    if (status == 0) status = time_turn(&turns[1], index++, &second[count]);
+    ratios[count] = second[count] / first[count];
+    count++;
+  }
+  if (status == 0) {
+    nyb_bench_summarize(first, count, &turns[0].timing);
+    nyb_bench_summarize(second, count, &turns[1].timing);
+    nyb_sort_samples(ratios, count);
+    *ratio = nyb_quantile(ratios, count, 0.5);
+  }
+  free(samples);
+  return status;
+}
+
 /* ---- Copies ------------------------------------------------------------------------------- */
 
 static int64_t cold_bytes(void) {
