@@ -76,7 +76,7 @@ static nyb_status check_apart_from_outputs(const output_extents *outputs, const 
 }
 
 typedef struct part_names {
-  char out[32], out_dtype[40], lse[32];
+  char out[40], out_dtype[48], lse[40];
 } part_names;
 
 static nyb_status check_views_of_part(const nyb_attention_merge *m, int64_t part,
