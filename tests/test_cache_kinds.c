@@ -17,6 +17,7 @@
 #include "../src/cache.h"
 #include "check.h"
 #include "nybble.h"
+#include "oracle.h"
 
 /* ---- A context whose memory is counted, poisoned, and can run out ---------------------------- */
 
@@ -375,17 +376,17 @@ static void expect_model(const scene *s) {
 /* ---- Appends ----------------------------------------------------------------------------------
  */
 
-typedef struct rows {
+typedef struct appended_rows {
   float *data[2];
   nyb_append append;
   int32_t padding[MOST_BATCH];
   int32_t *tokens; /* [batch, count]: what they are, PADDING first */
   int64_t count;
-} rows;
+} appended_rows;
 
 /* [batch, heads, count, dim], or with heads and tokens exchanged. */
-static void make_rows(scene *s, int64_t count, bool padded, rows *made) {
-  *made = (rows){.append = NYB_APPEND_INIT, .count = count};
+static void make_rows(scene *s, int64_t count, bool padded, appended_rows *made) {
+  *made = (appended_rows){.append = NYB_APPEND_INIT, .count = count};
   made->tokens = malloc((size_t)(s->batch * count + 1) * sizeof *made->tokens);
   for (int64_t sequence = 0; sequence < s->batch; sequence++) {
     const int64_t padding = padded ? below(s, count + 1) : 0;
@@ -417,13 +418,13 @@ static void make_rows(scene *s, int64_t count, bool padded, rows *made) {
   if (padded) made->append.padding = made->padding;
 }
 
-static void free_rows(rows *made) {
+static void free_rows(appended_rows *made) {
   free(made->data[0]);
   free(made->data[1]);
   free(made->tokens);
 }
 
-static void append_to_model(scene *s, const rows *made) {
+static void append_to_model(scene *s, const appended_rows *made) {
   for (int64_t sequence = 0; sequence < s->batch; sequence++) {
     const int64_t padding = made->padding[sequence];
     model_append(s, &s->sequences[sequence], made->tokens + sequence * made->count + padding,
@@ -432,7 +433,7 @@ static void append_to_model(scene *s, const rows *made) {
 }
 
 /* Makes one of the rows that count something that cannot be stored. */
-static bool spoil(scene *s, rows *made, float **spoiled, float *was) {
+static bool spoil(scene *s, appended_rows *made, float **spoiled, float *was) {
   const int64_t sequence = below(s, s->batch), i = below(s, made->count);
   if (i < made->padding[sequence]) return false;
   const int part = (int)below(s, 2);
@@ -446,7 +447,7 @@ static bool spoil(scene *s, rows *made, float **spoiled, float *was) {
 }
 
 static void append(scene *s, int64_t count, bool padded) {
-  rows made;
+  appended_rows made;
   make_rows(s, count, padded, &made);
   expect_ok(nyb_cache_append(s->cache, &made.append, NULL));
   append_to_model(s, &made);
@@ -525,7 +526,7 @@ static void finish(scene *s) {
 
 static void walk_append(scene *s) {
   static const int64_t sizes[] = {1, 1, 1, 1, 2, 3, 7, 16, 40, 0};
-  rows made;
+  appended_rows made;
   make_rows(s, sizes[below(s, 10)], below(s, 3) == 0, &made);
   float *spoiled, was;
   if (made.count > 0 && below(s, 4) == 0 && spoil(s, &made, &spoiled, &was)) {
@@ -721,7 +722,7 @@ static void test_50000_single_appends(void **state) {
     options.batch = 1;
     scene s;
     start(&s, name, &options, 50);
-    rows made;
+    appended_rows made;
     make_rows(&s, 1, false, &made);
     const int64_t allocations_before = memory.allocations;
     for (int64_t i = 0; i < N; i++) expect_ok(nyb_cache_append(s.cache, &made.append, NULL));
@@ -919,7 +920,7 @@ static void test_refused_calls(void **state) {
                  "sources[1] is 3; it must be 0 to 2");
     sources[1] = -1;
     expect_error(nyb_cache_reorder(s.cache, sources, 3, NULL), NYB_ERROR_VALUE, "sources[1] is -1");
-    rows made;
+    appended_rows made;
     make_rows(&s, 4, true, &made);
     made.padding[1] = 5;
     expect_error(nyb_cache_append(s.cache, &made.append, NULL), NYB_ERROR_LENGTH,
@@ -949,7 +950,7 @@ static void test_max_tokens_of_each_sequence(void **state) {
     start(&s, name, &options, 8);
     append(&s, 90, false);
     append(&s, 1, false);
-    rows made;
+    appended_rows made;
     make_rows(&s, 10, false, &made);
     expect_error(nyb_cache_append(s.cache, &made.append, NULL), NYB_ERROR_LENGTH,
                  "the cache holds 91 of at most 100 tokens");
@@ -978,7 +979,7 @@ static void test_rows_that_cannot_be_quantized_later(void **state) {
   scene s;
   start(&s, name, &options, 70);
   append(&s, 9, false);
-  rows made;
+  appended_rows made;
   make_rows(&s, 2, false, &made);
   made.data[KEY][5] = 1e30f; /* its group's scale overflows f16 */
   expect_error(nyb_cache_append(s.cache, &made.append, NULL), NYB_ERROR_NON_FINITE,
@@ -1007,6 +1008,256 @@ static void test_rows_that_cannot_be_quantized_later(void **state) {
   expect_model(&s);
   free_rows(&made);
   finish(&s);
+}
+
+/* ---- Attention over every kind -----------------------------------------------------------------
+ */
+
+enum { QUERY_HEADS = 2 * HEADS, MOST_ROWS = 40 };
+
+/* A call over a cache's view: the last `rows` tokens of each sequence ask. */
+typedef struct attention_case {
+  nyb_attention call;
+  int64_t rows;
+  float *q, *out, *lse;
+  char *workspace;
+} attention_case;
+
+static float query_element(int64_t token, int64_t head, int64_t d) {
+  const uint64_t seed = (uint64_t)token * QUERY_HEADS + (uint64_t)head;
+  return (float)(int32_t)mixed_bits(seed * MOST_DIM + (uint64_t)d + 99) * 0x1p-31f;
+}
+
+/* Row i of a sequence is that of its token `length - rows + i`; rows before its first are NaN. */
+static void put_queries(const scene *s, attention_case *c) {
+  const int64_t dim = s->options.key_dim;
+  for (int64_t row = 0; row < s->batch * QUERY_HEADS * c->rows; row++) {
+    const int64_t sequence = row / QUERY_HEADS / c->rows, head = row / c->rows % QUERY_HEADS;
+    const model_sequence *model = &s->sequences[sequence];
+    const int64_t position = model->count - c->rows + row % c->rows;
+    for (int64_t d = 0; d < dim; d++) {
+      c->q[row * dim + d] = position < 0 ? 0 : 2 * query_element(model->tokens[position], head, d);
+    }
+  }
+}
+
+static void attend(const scene *s, int64_t rows, nyb_path path, attention_case *c) {
+  const int64_t all = s->batch * QUERY_HEADS * rows, dim = s->options.key_dim;
+  const int64_t value_dim = s->options.value_dim;
+  *c = (attention_case){.call = view_of(s->cache), .rows = rows};
+  c->q = malloc((size_t)(all * dim) * sizeof(float));
+  c->out = malloc((size_t)(all * value_dim) * sizeof(float));
+  c->lse = malloc((size_t)all * sizeof(float));
+  put_queries(s, c);
+  nyb_attention *a = &c->call;
+  a->query_heads = QUERY_HEADS;
+  a->query_len = rows;
+  a->q = (nyb_input){c->q, NYB_F32, {QUERY_HEADS * rows * dim, rows * dim, dim}};
+  a->out =
+      (nyb_output){c->out, NYB_F32, {QUERY_HEADS * rows * value_dim, rows * value_dim, value_dim}};
+  a->lse = (nyb_output){c->lse, NYB_F32, {QUERY_HEADS * rows, rows, 1}};
+  a->scale = 0.25f;
+  a->mask = NYB_MASK_CAUSAL;
+  a->path = path;
+  nyb_plan plan = NYB_PLAN_INIT;
+  expect_ok(nyb_attention_plan(context, a, &plan));
+  c->workspace = malloc(plan.workspace_bytes + NYB_WORKSPACE_ALIGNMENT);
+  char *const aligned =
+      c->workspace + NYB_WORKSPACE_ALIGNMENT - (uintptr_t)c->workspace % NYB_WORKSPACE_ALIGNMENT;
+  expect_ok(nyb_attention_run(context, a, aligned, plan.workspace_bytes, NULL));
+}
+
+static void free_case(attention_case *c) {
+  free(c->q);
+  free(c->out);
+  free(c->lse);
+  free(c->workspace);
+}
+
+/* Token i of a sequence as the model says that it is stored, decoded. */
+static void decode_token(const scene *s, const model_sequence *model, int64_t i, int part,
+                         int64_t head, double *values) {
+  const int64_t dim = part == KEY ? s->options.key_dim : s->options.value_dim;
+  const bool plain =
+      s->kind == NYB_CACHE_MIXED && (i < s->options.first_tokens || i >= model->last_begin);
+  const nyb_format format = plain         ? (nyb_format){NYB_PLAIN, 0, 0, s->options.part_dtype}
+                            : part == KEY ? s->options.key_format
+                                          : s->options.value_format;
+  _Alignas(4) char bytes[MOST_DIM * 4];
+  wanted_row(s, format, s->options.part_dtype, dim, model->tokens[i], part, head, bytes);
+  const int64_t codes = format.scheme == NYB_PLAIN ? 0 : dim * format.bits / 8;
+  for (int64_t d = 0; d < dim; d++) {
+    if (format.scheme == NYB_PLAIN) {
+      values[d] = oracle_load(bytes, format.dtype, d);
+      continue;
+    }
+    const int64_t group = d / format.group_size, groups = dim / format.group_size;
+    const double scale = oracle_load(bytes + codes, format.dtype, group);
+    const double bias = oracle_load(bytes + codes, format.dtype, groups + group);
+    values[d] = scale * oracle_code(bytes, format.bits, d) + bias;
+  }
+}
+
+/* Whether the row at `position` sees token i of the whole sequence. */
+static bool model_sees(const scene *s, int64_t position, int64_t i) {
+  const int64_t keep = s->options.window_keep_tokens;
+  const int64_t window = s->options.window_tokens - keep;
+  return i <= position && (window == 0 || i < keep || i > position - window);
+}
+
+/* out and lse of one row in double precision, over the whole sequence under the same window. */
+static void reference_row(const scene *s, const model_sequence *model, int64_t head,
+                          int64_t position, const float *q, double *out, double *lse) {
+  const int64_t key_dim = s->options.key_dim, value_dim = s->options.value_dim;
+  double sum = 0;
+  for (int64_t d = 0; d < value_dim; d++) out[d] = 0;
+  for (int64_t i = 0; i < model->count; i++) {
+    double key[MOST_DIM], value[MOST_DIM], score = 0;
+    if (!model_sees(s, position, i)) continue;
+    decode_token(s, model, i, KEY, head / 2, key);
+    decode_token(s, model, i, VALUE, head / 2, value);
+    for (int64_t d = 0; d < key_dim; d++) score += 0.25 * (double)q[d] * key[d];
+    const double weight = exp(score); /* |score| is at most 0.25 * 64 * 2: nothing overflows */
+    sum += weight;
+    for (int64_t d = 0; d < value_dim; d++) out[d] += weight * value[d];
+  }
+  for (int64_t d = 0; d < value_dim; d++) out[d] = sum > 0 ? out[d] / sum : 0;
+  *lse = log(sum);
+}
+
+/* The kernels keep 15 bits of a query's largest element and of a weight. |q| is at most 2 and |k| 1
+ * (a step of a code more at the edge), so that a score is off by at most 0.25 * 64 * 2^-15 * 2
+ * * 1.2 < 1.2e-3 if all roundings add up; what is weighed by it, of at most 1.2, by twice that, and
+ * by 2^-15 for the weights. A token too many or too few among a hundred weighs ten times as much.
+ */
+#define SCORE_TOLERANCE 1.2e-3
+#define OUT_TOLERANCE (2.4 * SCORE_TOLERANCE + 1e-4)
+
+static void expect_reference(const scene *s, const attention_case *c) {
+  const int64_t value_dim = s->options.value_dim, key_dim = s->options.key_dim;
+  for (int64_t row = 0; row < s->batch * QUERY_HEADS * c->rows; row++) {
+    const int64_t sequence = row / QUERY_HEADS / c->rows, head = row / c->rows % QUERY_HEADS;
+    const model_sequence *model = &s->sequences[sequence];
+    const int64_t position = model->count - c->rows + row % c->rows;
+    if (position < 0) continue;
+    double out[MOST_DIM], lse;
+    reference_row(s, model, head, position, c->q + row * key_dim, out, &lse);
+    if (!(fabs((double)c->lse[row] - lse) <= SCORE_TOLERANCE)) {
+      fail_msg("%s: sequence %" PRId64 ", head %" PRId64 ", row %" PRId64 " of %" PRId64
+               ": lse %g, not %g",
+               s->name, sequence, head, row % c->rows, c->rows, (double)c->lse[row], lse);
+    }
+    for (int64_t d = 0; d < value_dim; d++) {
+      if (fabs((double)c->out[row * value_dim + d] - out[d]) <= OUT_TOLERANCE) continue;
+      fail_msg("%s: sequence %" PRId64 ", head %" PRId64 ", row %" PRId64 " of %" PRId64
+               ", element %" PRId64 ": %g, not %g",
+               s->name, sequence, head, row % c->rows, c->rows, d,
+               (double)c->out[row * value_dim + d], out[d]);
+    }
+  }
+}
+
+static void attend_to_reference(const scene *s, int64_t rows) {
+  for (int path = NYB_PATH_FUSED; path <= NYB_PATH_COMPAT; path++) {
+    attention_case c;
+    attend(s, rows, (nyb_path)path, &c);
+    expect_reference(s, &c);
+    free_case(&c);
+  }
+}
+
+/* The rows just appended, prompts, drafts and single tokens, see what they would see of the whole
+ * sequence under the same window. */
+static void test_attention_sees_what_it_should(void **state) {
+  (void)state;
+  for (int index = 0; index < SCENES; index++) {
+    const char *name;
+    const nyb_cache_options options = scene_options(index, &name);
+    scene s;
+    start(&s, name, &options, 60);
+    static const int64_t sizes[] = {21, 1, 5, 1, 40, 1, 1, 3};
+    for (size_t i = 0; i < sizeof sizes / sizeof sizes[0]; i++) {
+      append(&s, sizes[i], false);
+      attend_to_reference(&s, sizes[i]);
+      if (i == 2) { /* two drafts refused, and two sequences exchanged */
+        static const int64_t sources[] = {1, 0, 1};
+        expect_ok(nyb_cache_trim(s.cache, NYB_ALL_SEQUENCES, 2, NULL, NULL));
+        for (int64_t sequence = 0; sequence < 3; sequence++) {
+          model_trim(&s, &s.sequences[sequence], 2);
+        }
+        expect_ok(nyb_cache_reorder(s.cache, sources, 3, NULL));
+        reorder_model(&s, sources, 3);
+      }
+    }
+    finish(&s);
+  }
+}
+
+/* Case 49: a row of a left-padded batch has the bits of its sequence alone. */
+static void test_padded_batch_is_each_alone(void **state) {
+  (void)state;
+  static const int32_t paddings[2][3] = {{0, 3, 17}, {2, 0, 5}};
+  static const int64_t sizes[2] = {20, 6};
+  for (int index = 0; index < SCENES; index++) {
+    const char *name;
+    nyb_cache_options options = scene_options(index, &name);
+    scene s, alone[3];
+    start(&s, name, &options, 61);
+    options.batch = 1;
+    for (int i = 0; i < 3; i++) start(&alone[i], name, &options, 62);
+    for (int piece = 0; piece < 2; piece++) {
+      const int64_t count = sizes[piece];
+      appended_rows made;
+      make_rows(&s, count, true, &made);
+      for (int64_t i = 0; i < 3 * count; i++) {
+        made.tokens[i] = (int32_t)(1000 * piece + i); /* where there is no padding now */
+      }
+      for (int part = KEY; part <= VALUE; part++) {
+        const nyb_input *input = part == KEY ? &made.append.key : &made.append.value;
+        const int64_t dim = part == KEY ? options.key_dim : options.value_dim;
+        for (int64_t i = 0; i < 3 * HEADS * count; i++) {
+          const int64_t sequence = i / HEADS / count, head = i / count % HEADS, t = i % count;
+          const bool padded = t < paddings[piece][sequence];
+          put_row(made.data[part] + sequence * input->stride[0] + head * input->stride[1] +
+                      t * input->stride[2],
+                  dim, padded ? PADDING : made.tokens[sequence * count + t], part, head);
+        }
+      }
+      memcpy(made.padding, paddings[piece], sizeof paddings[piece]);
+      expect_ok(nyb_cache_append(s.cache, &made.append, NULL));
+      append_to_model(&s, &made);
+      attention_case together;
+      attend(&s, count, NYB_PATH_FUSED, &together);
+      for (int64_t i = 0; i < 3; i++) {
+        const int64_t padding = paddings[piece][i], stored = count - padding;
+        nyb_append single = made.append;
+        single.tokens = stored;
+        single.padding = NULL;
+        single.key.data =
+            made.data[KEY] + i * single.key.stride[0] + padding * single.key.stride[2];
+        single.value.data =
+            made.data[VALUE] + i * single.value.stride[0] + padding * single.value.stride[2];
+        expect_ok(nyb_cache_append(alone[i].cache, &single, NULL));
+        model_append(&alone[i], &alone[i].sequences[0], made.tokens + i * count + padding, stored);
+        attention_case own;
+        attend(&alone[i], stored, NYB_PATH_FUSED, &own);
+        const int64_t dim = options.value_dim;
+        for (int64_t head = 0; head < QUERY_HEADS; head++) {
+          const int64_t row = (i * QUERY_HEADS + head) * count + padding;
+          assert_memory_equal(own.out + head * stored * dim, together.out + row * dim,
+                              (size_t)(stored * dim) * sizeof(float));
+          assert_memory_equal(own.lse + head * stored, together.lse + row,
+                              (size_t)stored * sizeof(float));
+        }
+        free_case(&own);
+      }
+      free_case(&together);
+      free_rows(&made);
+    }
+    expect_model(&s);
+    finish(&s);
+    for (int i = 0; i < 3; i++) finish(&alone[i]);
+  }
 }
 
 /* ---- What saving and loading use --------------------------------------------------------------
@@ -1082,6 +1333,8 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_refused_calls, set_up, tear_down),
       cmocka_unit_test_setup_teardown(test_max_tokens_of_each_sequence, set_up, tear_down),
       cmocka_unit_test_setup_teardown(test_rows_that_cannot_be_quantized_later, set_up, tear_down),
+      cmocka_unit_test_setup_teardown(test_attention_sees_what_it_should, set_up, tear_down),
+      cmocka_unit_test_setup_teardown(test_padded_batch_is_each_alone, set_up, tear_down),
       cmocka_unit_test_setup_teardown(test_contents_through_another_cache, set_up, tear_down),
   };
   return cmocka_run_group_tests_name("cache_kinds", tests, NULL, NULL);
