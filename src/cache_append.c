@@ -32,10 +32,29 @@ typedef struct append_work {
   _Atomic int64_t first_refused; /* or rows */
 } append_work;
 
+/* A row, and what the append makes of its sequence, seen as it is in work->body. */
 typedef struct row_place {
   int part;
   int64_t plane, sequence, head, token;
+  nyb_cache_sequence before, after;
 } row_place;
+
+static nyb_cache_sequence sequence_before(const append_work *work, int64_t sequence) {
+  nyb_cache_sequence state = nyb_cache_get_sequence(work->cache, sequence);
+  if (work->body != &work->cache->storage) state.offset = 0;
+  return state;
+}
+
+static nyb_cache_sequence sequence_after(const append_work *work, const nyb_cache_sequence *before,
+                                         int64_t sequence) {
+  return nyb_cache_after_append(work->cache, work->body->capacity_tokens, before,
+                                nyb_appended_tokens(work->append, sequence));
+}
+
+static void enter_sequence(const append_work *work, row_place *place) {
+  place->before = sequence_before(work, place->sequence);
+  place->after = sequence_after(work, &place->before, place->sequence);
+}
 
 static row_place place_of(const append_work *work, int64_t row) {
   const int64_t kv_heads = work->cache->kv_heads, planes = work->cache->batch * kv_heads;
@@ -44,6 +63,7 @@ static row_place place_of(const append_work *work, int64_t row) {
   place.plane = place.part == NYB_KEY ? plane : plane - planes;
   place.sequence = place.plane / kv_heads;
   place.head = place.plane % kv_heads;
+  enter_sequence(work, &place);
   return place;
 }
 
@@ -55,8 +75,8 @@ static void step(const append_work *work, row_place *place, int64_t rows) {
   place->plane++;
   if (++place->head < work->cache->kv_heads) return;
   place->head = 0;
-  if (++place->sequence < work->cache->batch) return;
-  *place = (row_place){.part = NYB_VALUE};
+  if (++place->sequence == work->cache->batch) *place = (row_place){.part = NYB_VALUE};
+  enter_sequence(work, place);
 }
 
 /* ---- What happens to a run of rows ---------------------------------------------------------- */
@@ -103,19 +123,6 @@ static void set_target(const append_work *work, row_run *run, const row_place *a
   run->span.biases = row_address(cache, storage, part, at, NYB_BIASES, place);
 }
 
-/* The sequence as it is in work->body, before and after the append. */
-static nyb_cache_sequence sequence_before(const append_work *work, int64_t sequence) {
-  nyb_cache_sequence state = nyb_cache_get_sequence(work->cache, sequence);
-  if (work->body != &work->cache->storage) state.offset = 0;
-  return state;
-}
-
-static nyb_cache_sequence sequence_after(const append_work *work, const nyb_cache_sequence *before,
-                                         int64_t sequence) {
-  return nyb_cache_after_append(work->cache, work->body->capacity_tokens, before,
-                                nyb_appended_tokens(work->append, sequence));
-}
-
 static row_run skip(int64_t rows) { return (row_run){.rows = rows, .skipped = true}; }
 
 /* From `at` on, at most `most` rows of what is appended. */
@@ -124,11 +131,9 @@ static row_run new_rows(const append_work *work, const row_place *at, int64_t mo
   const int64_t added = nyb_appended_tokens(work->append, at->sequence);
   const int64_t padding = work->tokens - added;
   if (at->token < padding) return skip(nyb_smaller(most, padding - at->token));
-  const nyb_cache_sequence before = sequence_before(work, at->sequence);
-  const nyb_cache_sequence after = sequence_after(work, &before, at->sequence);
   const nyb_cache_place place =
-      nyb_cache_place_of(cache, work->body->capacity_tokens, &after, at->sequence,
-                         after.held - added + at->token - padding);
+      nyb_cache_place_of(cache, work->body->capacity_tokens, &at->after, at->sequence,
+                         at->after.held - added + at->token - padding);
   const nyb_input *input = work->input[at->part];
   const nyb_dtype part_dtype = cache->options.part_dtype;
   const bool adjacent = input->stride[2] == cache->part[at->part].dim;
@@ -148,15 +153,13 @@ static row_run new_rows(const append_work *work, const row_place *at, int64_t mo
 /* The same of what leaves the last part, counted from the sequence's first such row. */
 static row_run retired_rows(const append_work *work, const row_place *at, int64_t most) {
   const nyb_cache *cache = work->cache;
-  const nyb_cache_sequence before = sequence_before(work, at->sequence);
-  const nyb_cache_sequence after = sequence_after(work, &before, at->sequence);
-  const int64_t token = before.last_begin + at->token;
-  const int64_t end = nyb_smaller(before.held, after.last_begin);
+  const int64_t token = at->before.last_begin + at->token;
+  const int64_t end = nyb_smaller(at->before.held, at->after.last_begin);
   if (token >= end) return skip(most);
   const nyb_cache_place from =
-      nyb_cache_place_of(cache, work->body->capacity_tokens, &before, at->sequence, token);
+      nyb_cache_place_of(cache, work->body->capacity_tokens, &at->before, at->sequence, token);
   const nyb_cache_place to =
-      nyb_cache_place_of(cache, work->body->capacity_tokens, &after, at->sequence, token);
+      nyb_cache_place_of(cache, work->body->capacity_tokens, &at->after, at->sequence, token);
   row_run run = {.rows = nyb_smaller(nyb_smaller(most, end - token), from.rows),
                  .kernel = work->body_kernel[at->part]};
   set_span(work, &run, &cache->part[at->part],
