@@ -446,12 +446,29 @@ def test_replay_chooses_the_group_size(
     assert asked.returncode == (1 if caches == 1 else 0)
 
 
-def test_window_and_softcap_are_said_to_be_left_out(tmp_path: Path) -> None:
-    metadata = trace_metadata(**{"layers.3.window": "512", "layers.3.softcap": "50.0"})
+def test_replay_takes_window_and_softcap(tmp_path: Path) -> None:
+    plain = write_file(tmp_path / "plain", trace_parts(), trace_metadata())
+    metadata = trace_metadata(**{"layers.3.window": "3", "layers.3.softcap": "0.5"})
     path = write_file(tmp_path / "t", trace_parts(), metadata)
-    assert "layer 3 is replayed without its sliding window and softcap" in good("replay", path)
-    layer = good_json("replay", path)["trace"]["layers"][0]
-    assert layer["window_left_out"] and layer["softcap_left_out"]
+    assert "layer 3: a window of 3 tokens, softcap 0.5" in good("replay", path)
+    arguments = ("--bits", "16", "--output-dtype", "f32")
+    report = good_json("replay", path, *arguments)
+    layer = report["trace"]["layers"][0]
+    assert (layer["window_tokens"], layer["softcap"]) == (3, 0.5)
+    # The library and the reference agree; without the two fields either would be off by far more.
+    without_them = good_json("replay", plain, *arguments)
+    for one in (report, without_them):
+        assert one["results"][0]["relative_l2"] < 4e-3  # bf16 keys and values
+        assert one["results"][0]["agreement"]["max_abs"] < 1e-4
+    assert report["results"][0]["relative_l2"] != without_them["results"][0]["relative_l2"]
+
+
+@pytest.mark.parametrize("value", ["", "x", "0", "-1", "nan"])
+@pytest.mark.parametrize("name", ["window", "softcap"])
+def test_bad_window_or_softcap(tmp_path: Path, name: str, value: str) -> None:
+    metadata = trace_metadata(**{f"layers.3.{name}": value})
+    refused = nybble("replay", write_file(tmp_path / "t", trace_parts(), metadata))
+    assert refused.returncode == 1 and f'layers.3.{name} is "{value}"' in refused.stderr
 
 
 def without(name: str) -> dict[str, Any]:

@@ -55,17 +55,19 @@ static double dot(const double *a, const double *b, int64_t count) {
   return rest;
 }
 
-/* softmax(scale * q k^T) v of one query row; weights is room for `tokens` numbers. */
-static void attend_row(const double *query, const double *key, const double *value, int64_t tokens,
-                       int64_t key_dim, int64_t value_dim, double scale, double *weights,
-                       double *out) {
+/* softmax(scale * q k^T) v of one query row over tokens [first, end), the scores capped where
+ * softcap is not 0; weights is room for `end` numbers. */
+static void attend_row(const double *query, const double *key, const double *value, int64_t first,
+                       int64_t end, int64_t key_dim, int64_t value_dim, double scale,
+                       double softcap, double *weights, double *out) {
   double maximum = -(double)INFINITY, sum = 0;
-  for (int64_t t = 0; t < tokens; t++) {
+  for (int64_t t = first; t < end; t++) {
     weights[t] = scale * dot(query, key + t * key_dim, key_dim);
+    if (softcap != 0) weights[t] = softcap * tanh(weights[t] / softcap);
     if (weights[t] > maximum) maximum = weights[t];
   }
   memset(out, 0, (size_t)value_dim * sizeof *out);
-  for (int64_t t = 0; t < tokens; t++) {
+  for (int64_t t = first; t < end; t++) {
     const double weight = exp(weights[t] - maximum);
     sum += weight;
     for (int64_t d = 0; d < value_dim; d++) out[d] += weight * value[t * value_dim + d];
@@ -86,8 +88,8 @@ void nyb_reference_attention(const nyb_trace *trace, const nyb_trace_layer *laye
   double *value = nyb_command_allocate(seen * value_dim * number);
   double *query = nyb_command_allocate(key_dim * number);
   double *weights = nyb_command_allocate(seen * number);
-  /* What the library is given is the float; the reference must scale by the same number. */
-  const double scale = (double)(float)trace->scale;
+  /* What the library is given are floats; the reference must take the same numbers. */
+  const double scale = (double)(float)trace->scale, softcap = (double)(float)layer->softcap;
   for (int64_t head = 0; head < layer->query_heads; head++) {
     nyb_progress_show("layer %lld in double precision: head %lld of %lld", (long long)layer->index,
                       (long long)head + 1, (long long)layer->query_heads);
@@ -99,7 +101,9 @@ void nyb_reference_attention(const nyb_trace *trace, const nyb_trace_layer *laye
     for (int64_t step = 0; step < steps; step++) {
       const int64_t token = first_token + step;
       widen(layer->query, trace->dtype, (head * tokens + token) * key_dim, key_dim, query);
-      attend_row(query, key, value, token + 1, key_dim, value_dim, scale, weights,
+      const int64_t window = layer->window_tokens;
+      const int64_t first = window > 0 && token >= window ? token + 1 - window : 0;
+      attend_row(query, key, value, first, token + 1, key_dim, value_dim, scale, softcap, weights,
                  out + (step * layer->query_heads + head) * value_dim);
     }
   }

@@ -18,15 +18,19 @@ static void print_only_plain(const nyb_replay_settings *settings) {
   printf("note    neither 64 nor 32 divides the rows: only the 16-bit cache is replayed\n");
 }
 
-/* A trace may come from layers that do more than the attention that is replayed. */
-static void print_left_out(const nyb_trace *trace) {
+/* What some layers do beyond plain causal attention. */
+static void print_extras(const nyb_trace *trace) {
   for (int64_t i = 0; i < trace->layer_count; i++) {
     const nyb_trace_layer *layer = &trace->layers[i];
-    if (!layer->has_window && !layer->has_softcap) continue;
-    printf("note    layer %lld is replayed without its%s%s%s: not what the model itself gave\n",
-           (long long)layer->index, layer->has_window ? " sliding window" : "",
-           layer->has_window && layer->has_softcap ? " and" : "",
-           layer->has_softcap ? " softcap" : "");
+    if (layer->window_tokens == 0 && layer->softcap == 0) continue;
+    printf("        layer %lld:", (long long)layer->index);
+    if (layer->window_tokens != 0) {
+      printf(" a window of %lld tokens", (long long)layer->window_tokens);
+    }
+    if (layer->softcap != 0) {
+      printf("%s softcap %g", layer->window_tokens != 0 ? "," : "", layer->softcap);
+    }
+    putchar('\n');
   }
 }
 
@@ -46,7 +50,7 @@ static void print_heading(const nyb_context *context, const nyb_replay_settings 
          (long long)layer->kv_heads, (long long)layer->key_dim);
   if (layer->value_dim != layer->key_dim) printf("/%lld", (long long)layer->value_dim);
   printf(", %s, scale %g\n", nyb_dtype_name(trace->dtype), trace->scale);
-  print_left_out(trace);
+  print_extras(trace);
   print_only_plain(settings);
   printf(
       "replay  %lld prompt tokens, %lld steps; groups of %lld, %s path, %s rounding, %s out, %s, "
@@ -161,8 +165,10 @@ static cJSON *describe_trace(const nyb_trace *trace) {
     cJSON_AddNumberToObject(item, "kv_heads", (double)layer->kv_heads);
     cJSON_AddNumberToObject(item, "key_dim", (double)layer->key_dim);
     cJSON_AddNumberToObject(item, "value_dim", (double)layer->value_dim);
-    cJSON_AddBoolToObject(item, "window_left_out", layer->has_window);
-    cJSON_AddBoolToObject(item, "softcap_left_out", layer->has_softcap);
+    if (layer->window_tokens != 0) {
+      cJSON_AddNumberToObject(item, "window_tokens", (double)layer->window_tokens);
+    }
+    if (layer->softcap != 0) cJSON_AddNumberToObject(item, "softcap", layer->softcap);
     cJSON_AddItemToArray(layers, item);
   }
   return json;

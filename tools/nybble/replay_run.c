@@ -63,6 +63,8 @@ static nyb_attention describe(const run_state *state, const layer_run *run, int6
   attention.out = (nyb_output){
       .data = out, .dtype = task->output_dtype, .stride = {0, layer->value_dim, layer->value_dim}};
   attention.scale = (float)task->trace->scale;
+  attention.window_tokens = layer->window_tokens;
+  attention.softcap = (float)layer->softcap;
   attention.path = state->settings->path;
   attention.rounding = state->settings->rounding;
   return attention;
@@ -371,9 +373,12 @@ static int measure_bytes(const run_state *state, const layer_run *run,
   const int64_t steps = state->task->steps, prompt = state->task->prompt_tokens;
   measure->bytes_per_token = usage.used_bytes / (prompt + steps);
   measure->bytes_per_token_16bit = layer->kv_heads * (layer->key_dim + layer->value_dim) * 2;
-  /* Step s reads prompt + s + 1 tokens. */
-  const double tokens_read = (double)steps * ((double)prompt + ((double)steps + 1) / 2);
-  measure->total_gb = tokens_read * (double)measure->bytes_per_token * 1e-9;
+  int64_t tokens_read = 0;
+  for (int64_t step = 0; step < steps; step++) {
+    const int64_t seen = prompt + step + 1, window = layer->window_tokens;
+    tokens_read += window > 0 && window < seen ? window : seen;
+  }
+  measure->total_gb = (double)tokens_read * (double)measure->bytes_per_token * 1e-9;
   return 0;
 }
 

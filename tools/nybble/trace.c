@@ -57,21 +57,20 @@ static int check_kind(const nyb_safetensors *file, const char *path) {
   return 0;
 }
 
-/* What a layer asks for beyond plain causal attention: replay leaves it out, and says so. */
-static void note_extras(const nyb_safetensors *file, nyb_trace_layer *layer) {
-  char key[64];
-  snprintf(key, sizeof key, "layers.%lld.window", (long long)layer->index);
-  layer->has_window = metadata(file, key) != NULL;
-  snprintf(key, sizeof key, "layers.%lld.softcap", (long long)layer->index);
-  layer->has_softcap = metadata(file, key) != NULL;
-}
-
 /* Digits without a sign, a leading zero or anything after them. */
 static bool parse_count(const char *text, int64_t *count) {
   const size_t digits = strspn(text, "0123456789");
   if (digits == 0 || digits > 18 || (digits > 1 && text[0] == '0')) return false;
   *count = strtoll(text, NULL, 10);
   return text[digits] == '\0';
+}
+
+/* A decimal number that a float holds as one greater than 0. */
+static bool parse_positive(const char *text, double *number) {
+  char *end;
+  *number = strtod(text, &end);
+  return end != text && *end == '\0' && strspn(text, "0123456789.eE+-") == strlen(text) &&
+         isfinite((float)*number) && (float)*number > 0;
 }
 
 static int read_numbers(const nyb_safetensors *file, nyb_trace *trace) {
@@ -81,13 +80,27 @@ static int read_numbers(const nyb_safetensors *file, nyb_trace *trace) {
     return nyb_command_failed("%s: prompt_tokens is \"%s\"; it must be a number from 1 to %lld",
                               trace->path, prompt, (long long)trace->tokens);
   }
-  char *end;
-  trace->scale = strtod(scale, &end);
-  const bool only_digits = strspn(scale, "0123456789.eE+-") == strlen(scale);
-  if (end == scale || *end != '\0' || !only_digits || !isfinite((float)trace->scale) ||
-      !((float)trace->scale > 0)) {
+  if (!parse_positive(scale, &trace->scale)) {
     return nyb_command_failed("%s: scale is \"%s\"; it must be a number greater than 0",
                               trace->path, scale);
+  }
+  return 0;
+}
+
+/* What a layer asks for beyond plain causal attention. */
+static int read_extras(const nyb_safetensors *file, const char *path, nyb_trace_layer *layer) {
+  char key[64];
+  snprintf(key, sizeof key, "layers.%lld.window", (long long)layer->index);
+  const char *window = metadata(file, key);
+  if (window != NULL && (!parse_count(window, &layer->window_tokens) || layer->window_tokens < 1)) {
+    return nyb_command_failed("%s: %s is \"%s\"; it must be a number of tokens, 1 or more", path,
+                              key, window);
+  }
+  snprintf(key, sizeof key, "layers.%lld.softcap", (long long)layer->index);
+  const char *softcap = metadata(file, key);
+  if (softcap != NULL && !parse_positive(softcap, &layer->softcap)) {
+    return nyb_command_failed("%s: %s is \"%s\"; it must be a number greater than 0", path, key,
+                              softcap);
   }
   return 0;
 }
@@ -258,7 +271,7 @@ static int read_layers(const nyb_safetensors *file, nyb_trace *trace, found_laye
   trace->layer_count = count;
   for (int64_t i = 0; i < count && status == 0; i++) {
     status = copy_layer(trace, &found[i], &trace->layers[i]);
-    note_extras(file, &trace->layers[i]);
+    if (status == 0) status = read_extras(file, trace->path, &trace->layers[i]);
   }
   return status;
 }

@@ -8,8 +8,9 @@
 typedef struct nyb_trace_layer {
   int64_t index; /* in the model that was recorded */
   int64_t query_heads, kv_heads, key_dim, value_dim;
-  bool has_window, has_softcap; /* in the model; a replay does without */
-  void *query, *key, *value;    /* [heads, tokens, dim] each, in the trace's dtype */
+  int64_t window_tokens;     /* 0: none */
+  double softcap;            /* 0: none */
+  void *query, *key, *value; /* [heads, tokens, dim] each, in the trace's dtype */
 } nyb_trace_layer;
 
 typedef struct nyb_trace {
