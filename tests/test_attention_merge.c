@@ -286,6 +286,210 @@ static void test_a_sink_counts_once(void **state) {
   nyb_context_destroy(context);
 }
 
+/* ---- What each part passes (docs/distributed.md) ----------------------------------------------
+ */
+
+enum { PLACES_HEADS = 2, PLACES_DIM = 64, PLACES_TOKENS = 3000, PLACES_ROWS = 3, WINDOW = 700 };
+
+static void make_places_scene(attention_scene *scene, int64_t query_len) {
+  const nyb_format format = {NYB_AFFINE, 4, 64, NYB_BF16};
+  const attention_shape shape = {.name = "parts of a window",
+                                 .batch = 1,
+                                 .query_heads = PLACES_HEADS,
+                                 .kv_heads = 1,
+                                 .query_len = query_len,
+                                 .key_dim = PLACES_DIM,
+                                 .value_dim = PLACES_DIM,
+                                 .capacity_tokens = PLACES_TOKENS,
+                                 .lengths = {PLACES_TOKENS},
+                                 .key_format = format,
+                                 .value_format = format,
+                                 .query_dtype = NYB_BF16,
+                                 .out_dtype = NYB_F32,
+                                 .mask = query_len > 1 ? NYB_MASK_CAUSAL : NYB_MASK_NONE,
+                                 .seed = 40};
+  assert_true(scene_make(scene, &shape));
+}
+
+static void attend(nyb_context *context, nyb_attention *call) {
+  call->path = NYB_PATH_FUSED;
+  nyb_plan plan = NYB_PLAN_INIT;
+  if (nyb_attention_plan(context, call, &plan) != NYB_OK) fail_msg("%s", nyb_last_error());
+  void *workspace = aligned_alloc(NYB_WORKSPACE_ALIGNMENT, plan.workspace_bytes + 64);
+  assert_non_null(workspace);
+  if (nyb_attention_run(context, call, workspace, plan.workspace_bytes, NULL) != NYB_OK) {
+    fail_msg("%s", nyb_last_error());
+  }
+  free(workspace);
+}
+
+/* Both sides err by some 1e-6 of the row, and the parts' lses by 2^-21 of it; a token too many or
+ * too few of 700 would be a thousand times as much. */
+static void assert_same_result(const gathered *g, const float *out, const float *lse) {
+  double difference = 0, size = 0;
+  for (int64_t i = 0; i < g->rows * g->dim; i++) {
+    const double got = (double)((float *)g->out)[i], want = (double)out[i];
+    difference += (got - want) * (got - want);
+    size += want * want;
+  }
+  assert_true(size > 0);
+  if (!(sqrt(difference / size) <= 1e-5)) {
+    fail_msg("%d parts differ from one call by %g", (int)g->parts, sqrt(difference / size));
+  }
+  for (int64_t i = 0; i < g->rows; i++) assert_true(fabs((double)(g->lse[i] - lse[i])) <= 1e-5);
+}
+
+/* One row and contiguous pieces: the window ends where the last piece ends, and begins somewhere in
+ * the others. The sinks are one part's, the softcap is all parts'. */
+static void test_parts_of_a_window(void **state) {
+  (void)state;
+  nyb_context *context = context_for(NYB_ISA_AUTO, 2);
+  const float sinks[PLACES_HEADS] = {0.5f, 2.0f};
+  attention_scene scene;
+  make_places_scene(&scene, 1);
+  nyb_attention whole = scene.call;
+  whole.window_tokens = WINDOW;
+  whole.sinks = sinks;
+  whole.softcap = 3;
+  attend(context, &whole);
+  for (int64_t parts = 1; parts <= 7; parts++) {
+    gathered g = gather(parts, PLACES_HEADS, PLACES_DIM, NYB_F32);
+    for (int64_t part = 0; part < parts; part++) {
+      const int64_t begin = PLACES_TOKENS * part / parts, end = PLACES_TOKENS * (part + 1) / parts;
+      const int32_t lengths[1] = {(int32_t)(end - begin)};
+      const int64_t before = PLACES_TOKENS - WINDOW - begin; /* tokens before the window */
+      const int32_t starts[1] = {(int32_t)(before < 0             ? 0
+                                           : before > end - begin ? end - begin
+                                                                  : before)};
+      nyb_attention call = whole;
+      call.k = from_token(&scene.call.k, begin);
+      call.v = from_token(&scene.call.v, begin);
+      call.lengths = lengths;
+      call.capacity_tokens = end - begin;
+      if (part + 1 < parts) {
+        call.window_tokens = 0;
+        call.starts = starts;
+      }
+      if (part != parts / 2) call.sinks = NULL;
+      call.out.data = out_of(&g, part);
+      call.lse.data = lse_of(&g, part);
+      attend(context, &call);
+    }
+    merge(context, &g.call);
+    assert_same_result(&g, scene.out.data, scene.lse.data);
+    discard(&g);
+  }
+  scene_free(&scene);
+  nyb_context_destroy(context);
+}
+
+/* Several causal rows with a window, over parts that take turns in blocks of 100 tokens: each part
+ * passes the columns of its own tokens. */
+static void test_parts_with_masks_of_their_own(void **state) {
+  (void)state;
+  enum { BLOCK = 100 };
+  static uint8_t visible[PLACES_ROWS][PLACES_TOKENS];
+  nyb_context *context = context_for(NYB_ISA_AUTO, 2);
+  attention_scene scene;
+  make_places_scene(&scene, PLACES_ROWS);
+  nyb_attention whole = scene.call;
+  whole.window_tokens = WINDOW;
+  attend(context, &whole);
+  for (int64_t parts = 2; parts <= 5; parts++) {
+    const int64_t room = (PLACES_TOKENS / BLOCK + parts - 1) / parts * BLOCK;
+    /* A part's rows in its own order: pages of one block each do it without a copy. */
+    gathered g = gather(parts, PLACES_HEADS * PLACES_ROWS, PLACES_DIM, NYB_F32);
+    for (int64_t part = 0; part < parts; part++) {
+      int32_t table[PLACES_TOKENS / BLOCK], lengths[1] = {0};
+      for (int64_t block = part; block < PLACES_TOKENS / BLOCK; block += parts) {
+        table[lengths[0] / BLOCK] = (int32_t)block;
+        for (int64_t t = block * BLOCK; t < (block + 1) * BLOCK; t++, lengths[0]++) {
+          for (int64_t row = 0; row < PLACES_ROWS; row++) {
+            const int64_t position = PLACES_TOKENS - PLACES_ROWS + row;
+            visible[row][lengths[0]] = t <= position && t > position - WINDOW;
+          }
+        }
+      }
+      nyb_attention call = scene.call;
+      call.mask = NYB_MASK_NONE;
+      call.mask_array = (nyb_mask_array){.data = visible,
+                                         .kind = NYB_MASK_ARRAY_BOOL,
+                                         .stride = {0, 0, PLACES_TOKENS},
+                                         .tokens = PLACES_TOKENS};
+      call.lengths = lengths;
+      call.capacity_tokens = room;
+      call.pages = (nyb_pages){.table = table,
+                               .table_stride = PLACES_TOKENS / BLOCK,
+                               .page_tokens = BLOCK,
+                               .page_count = PLACES_TOKENS / BLOCK};
+      call.k.codes_stride[0] = BLOCK * call.k.codes_stride[2];
+      call.k.scales_stride[0] = BLOCK * call.k.scales_stride[2];
+      call.k.biases_stride[0] = BLOCK * call.k.biases_stride[2];
+      call.v.codes_stride[0] = BLOCK * call.v.codes_stride[2];
+      call.v.scales_stride[0] = BLOCK * call.v.scales_stride[2];
+      call.v.biases_stride[0] = BLOCK * call.v.biases_stride[2];
+      call.out.data = out_of(&g, part);
+      call.lse.data = lse_of(&g, part);
+      attend(context, &call);
+    }
+    merge(context, &g.call);
+    assert_same_result(&g, scene.out.data, scene.lse.data);
+    discard(&g);
+  }
+  scene_free(&scene);
+  nyb_context_destroy(context);
+}
+
+/* Field case 29 with attention itself: the sink, unscaled, enters once for any number of splits,
+ * also from a part that has no token. */
+static void test_a_sink_of_attention_counts_once(void **state) {
+  (void)state;
+  nyb_context *context = context_for(NYB_ISA_AUTO, 1);
+  static const struct {
+    float sink, scale;
+    double want;
+  } cases[] = {{0, 1, 2.0 / 3}, {1, 0.5f, 2 / (2 + 2.718281828459045)}};
+  static const float query[4] = {0, 0, 0, 0};
+  static const float keys[2 * 4] = {1, 2, 3, 4, 5, 6, 7, 8}, values[2] = {1, 1};
+  for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+    for (int64_t parts = 1; parts <= 8; parts++) {
+      for (int64_t place = 0; place < parts; place++) {
+        gathered g = gather(parts, 1, 1, NYB_F32);
+        for (int64_t part = 0; part < parts; part++) {
+          /* Two tokens for all parts, from the last one down: the first has none from three on. */
+          const int64_t begin = parts > 1 && part + 1 == parts ? 1 : 0;
+          const int32_t tokens = parts == 1 ? 2 : part + 2 >= parts ? 1 : 0, lengths[1] = {tokens};
+          nyb_attention call = NYB_ATTENTION_INIT;
+          call.batch = call.query_heads = call.kv_heads = call.query_len = call.value_dim = 1;
+          call.key_dim = 4;
+          call.capacity_tokens = tokens;
+          call.lengths = lengths;
+          call.q = (nyb_input){query, NYB_F32, {4, 4, 4}};
+          call.k = (nyb_stored){.format = {.scheme = NYB_PLAIN, .dtype = NYB_F32},
+                                .codes = keys + 4 * begin,
+                                .codes_stride = {8, 8, 4}};
+          call.v = (nyb_stored){.format = {.scheme = NYB_PLAIN, .dtype = NYB_F32},
+                                .codes = values + begin,
+                                .codes_stride = {2, 2, 1}};
+          call.out = (nyb_output){out_of(&g, part), NYB_F32, {1, 1, 1}};
+          call.lse = (nyb_output){lse_of(&g, part), NYB_F32, {1, 1, 1}};
+          call.scale = cases[i].scale;
+          call.sinks = part == place ? &cases[i].sink : NULL;
+          attend(context, &call);
+        }
+        merge(context, &g.call);
+        const double got = (double)*(float *)g.out;
+        if (!(fabs(got - cases[i].want) <= 1e-6)) {
+          fail_msg("%d parts, the sink in part %d: got %g, want %g", (int)parts, (int)place, got,
+                   cases[i].want);
+        }
+        discard(&g);
+      }
+    }
+  }
+  nyb_context_destroy(context);
+}
+
 /* ---- To the bit ------------------------------------------------------------------------------ */
 
 /* Numbers that arithmetic easily changes: zeros of both signs, subnormal and largest ones. */
@@ -604,6 +808,9 @@ int main(void) {
       cmocka_unit_test(test_checks),
       cmocka_unit_test(test_splits_have_one_error),
       cmocka_unit_test(test_a_sink_counts_once),
+      cmocka_unit_test(test_a_sink_of_attention_counts_once),
+      cmocka_unit_test(test_parts_of_a_window),
+      cmocka_unit_test(test_parts_with_masks_of_their_own),
       cmocka_unit_test(test_empty_parts_change_no_bit),
       cmocka_unit_test(test_all_empty_is_empty),
       cmocka_unit_test(test_bits_depend_on_nothing_else),
