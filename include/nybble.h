@@ -343,7 +343,7 @@ typedef enum nyb_mask_array_kind {
 typedef struct nyb_mask_array {
   const void *data;
   nyb_mask_array_kind kind; /* 0: none */
-  nyb_dtype dtype; /* ADD: NYB_F32 or q's; BOOL: 0 */
+  nyb_dtype dtype;          /* ADD: NYB_F32 or q's; BOOL: 0 */
   int64_t stride[3];
   int64_t tokens; /* columns, at least the longest length */
 } nyb_mask_array;

@@ -370,6 +370,34 @@ static void test_another_context_is_current(void **state) {
 /* ---- Misuse
  * -------------------------------------------------------------------------------------- */
 
+/* What caches of the CPU have and those in device memory have not, refused by name. */
+static void test_kinds_of_the_cpu(void **state) {
+  (void)state;
+  nyb_cache *cache = NULL;
+#define REFUSED(words, ...)                                                             \
+  do {                                                                                  \
+    nyb_cache_options options = sound_options(16);                                      \
+    __VA_ARGS__;                                                                        \
+    refused(nyb_cache_create(context, &options, &cache), NYB_ERROR_UNSUPPORTED, words); \
+    assert_null(cache);                                                                 \
+  } while (0)
+  REFUSED("options.window_tokens is 8; this version has no such cache on CUDA",
+          options.window_tokens = 8);
+  REFUSED("options.first_tokens is 4", options.first_tokens = 4, options.part_dtype = NYB_F16);
+  REFUSED("options.last_tokens is 4", options.last_tokens = 4, options.part_dtype = NYB_F16);
+  REFUSED("options.page_tokens is 64", options.page_tokens = 64);
+#undef REFUSED
+  cache = made_cache(16);
+  const int32_t padding[2] = {0, 0};
+  nyb_append append = sound_append(1);
+  append.padding = padding;
+  refused(nyb_cache_append(cache, &append, stream), NYB_ERROR_UNSUPPORTED, "append.padding is set");
+  const int64_t sources[] = {0};
+  refused(nyb_cache_reorder(cache, sources, 1, stream), NYB_ERROR_UNSUPPORTED,
+          "does not reorder sequences");
+  nyb_cache_destroy(cache);
+}
+
 static void test_host_pointers(void **state) {
   (void)state;
   static char host[4096];
@@ -524,6 +552,7 @@ int main(void) {
       cmocka_unit_test(test_captures),
       cmocka_unit_test(test_context_destroyed_under_the_cache),
       cmocka_unit_test(test_another_context_is_current),
+      cmocka_unit_test(test_kinds_of_the_cpu),
       cmocka_unit_test(test_host_pointers),
       cmocka_unit_test(test_geglu_launches),
   };
