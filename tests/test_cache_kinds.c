@@ -751,6 +751,56 @@ static void test_50000_single_appends(void **state) {
   }
 }
 
+/* Creates, fills, doubles, reserves, with the nth allocation failing. False where none was left to
+ * fail. */
+static bool fail_allocation(int index, int64_t nth) {
+  const char *name;
+  nyb_cache_options options = scene_options(index, &name);
+  options.initial_capacity_tokens = 10;
+  const int64_t blocks_before = memory.live_blocks, last = memory.allocations + nth;
+  nyb_cache *cache = NULL;
+  memory.fail_at = last;
+  nyb_status status = nyb_cache_create(context, &options, &cache);
+  if (status == NYB_OK) {
+    static const int64_t sources[] = {0, 2, 2, 1, 0};
+    scene s = {.name = name, .options = options, .cache = cache, .batch = options.batch};
+    s.kind = cache->kind;
+    s.sequences = calloc(MOST_BATCH, sizeof *s.sequences);
+    s.next_token = 1;
+    for (int step = 0; step < 5 && status == NYB_OK; step++) {
+      appended_rows made;
+      make_rows(&s, step % 2 == 0 ? 35 : 1, false, &made);
+      if (step == 1) status = nyb_cache_reorder(cache, sources, 5, NULL);
+      if (step == 1 && status == NYB_OK) reorder_model(&s, sources, 5);
+      if (step == 3) status = nyb_cache_reserve(cache, 600, NULL);
+      if (step % 2 == 0) status = nyb_cache_append(cache, &made.append, NULL);
+      if (step % 2 == 0 && status == NYB_OK) append_to_model(&s, &made);
+      free_rows(&made);
+    }
+    memory.fail_at = 0;
+    expect_model(&s);
+    append(&s, 50, true); /* it goes on where it was */
+    expect_model(&s);
+    finish(&s);
+  } else {
+    assert_null(cache);
+  }
+  memory.fail_at = 0;
+  assert_int_equal(memory.live_blocks, blocks_before);
+  if (status == NYB_OK) return false;
+  expect_error(status, NYB_ERROR_OUT_OF_MEMORY, "the allocator had no ");
+  return true;
+}
+
+static void test_allocations_fail_one_by_one(void **state) {
+  (void)state;
+  for (int index = 0; index < SCENES; index++) {
+    int64_t failures = 0;
+    while (fail_allocation(index, failures + 1)) failures++;
+    assert_in_range(failures, 6, 30);
+  }
+}
+
 /* A rotating cache holds no more than its query rows see, and has no more room. */
 static void test_rotating_room(void **state) {
   (void)state;
@@ -1326,6 +1376,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_drafts_leave_no_trace, set_up, tear_down),
       cmocka_unit_test_setup_teardown(test_reorder_reaches_all_parts, set_up, tear_down),
       cmocka_unit_test_setup_teardown(test_50000_single_appends, set_up, tear_down),
+      cmocka_unit_test_setup_teardown(test_allocations_fail_one_by_one, set_up, tear_down),
       cmocka_unit_test_setup_teardown(test_rotating_room, set_up, tear_down),
       cmocka_unit_test_setup_teardown(test_reorder_in_place, set_up, tear_down),
       cmocka_unit_test_setup_teardown(test_pages_are_shared, set_up, tear_down),
