@@ -30,13 +30,13 @@ enum {
   KEY_DEVICE
 };
 
-static const nyb_bench_operation *const operations[] = {&nyb_bench_attention, &nyb_bench_geglu,
-                                                        &nyb_bench_quantize,  &nyb_bench_append,
-                                                        &nyb_bench_overhead,  &nyb_bench_features};
+static const nyb_bench_operation *const operations[] = {
+    &nyb_bench_attention,  &nyb_bench_geglu,    &nyb_bench_quantize, &nyb_bench_append,
+    &nyb_bench_cache_file, &nyb_bench_overhead, &nyb_bench_features};
 enum { OPERATIONS = sizeof operations / sizeof operations[0] };
 
 /* An option that only some operations know. */
-enum { LIMITED_OPERATIONS = 5 };
+enum { LIMITED_OPERATIONS = 6 };
 static const struct {
   int key;
   const char *name;
@@ -45,22 +45,22 @@ static const struct {
     {'s',
      "--shape",
      {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_quantize, &nyb_bench_append,
-      &nyb_bench_features}},
+      &nyb_bench_cache_file, &nyb_bench_features}},
     {KEY_SHAPES,
      "--shapes",
      {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_quantize, &nyb_bench_append,
-      &nyb_bench_features}},
+      &nyb_bench_cache_file, &nyb_bench_features}},
     {KEY_ELEMENTS, "--elements", {&nyb_bench_geglu}},
     {KEY_QUERY_LEN, "--query-len", {&nyb_bench_attention}},
     {KEY_LENGTHS, "--lengths", {&nyb_bench_attention}},
     {'b',
      "--bits",
-     {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_append, &nyb_bench_overhead,
-      &nyb_bench_features}},
+     {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_append, &nyb_bench_cache_file,
+      &nyb_bench_overhead, &nyb_bench_features}},
     {'g',
      "--group-size",
-     {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_append, &nyb_bench_overhead,
-      &nyb_bench_features}},
+     {&nyb_bench_attention, &nyb_bench_quantize, &nyb_bench_append, &nyb_bench_cache_file,
+      &nyb_bench_overhead, &nyb_bench_features}},
     {KEY_PATH,
      "--path",
      {&nyb_bench_attention, &nyb_bench_geglu, &nyb_bench_overhead, &nyb_bench_features}},
@@ -182,10 +182,10 @@ static const nyb_bench_operation *parse_operation(const struct argp_state *state
   for (int i = 0; i < OPERATIONS; i++) {
     if (strcmp(text, operations[i]->name) == 0) return operations[i];
   }
-  argp_error(
-      state,
-      "\"%s\" is no operation; it must be attention, geglu, quantize, append, overhead or features",
-      text);
+  argp_error(state,
+             "\"%s\" is no operation; it must be attention, geglu, quantize, append, cache-file, "
+             "overhead or features",
+             text);
   return NULL;
 }
 
@@ -236,9 +236,9 @@ static void check_backend(const arguments *given, const struct argp_state *state
 static void finish_arguments(arguments *given, const struct argp_state *state) {
   nyb_bench_settings *settings = &given->settings;
   if (given->operation == NULL) {
-    argp_error(
-        state,
-        "an operation must be given: attention, geglu, quantize, append, overhead or features");
+    argp_error(state,
+               "an operation must be given: attention, geglu, quantize, append, cache-file, "
+               "overhead or features");
     return;
   }
   check_limited_options(given, state);
@@ -521,7 +521,7 @@ int nyb_command_bench(int argc, char **argv) {
   static const struct argp argp = {
       .options = options,
       .parser = parse,
-      .args_doc = "attention|geglu|quantize|append|overhead|features",
+      .args_doc = "attention|geglu|quantize|append|cache-file|overhead|features",
       .doc =
           "Measures single calls, cold (going round copies of the data in more memory than any "
           "cache holds) and warm (the same data again and again), beside the bandwidth that the "

@@ -151,6 +151,7 @@ extern const nyb_bench_operation nyb_bench_geglu;
 extern const nyb_bench_operation nyb_bench_quantize;
 extern const nyb_bench_operation nyb_bench_overhead;
 extern const nyb_bench_operation nyb_bench_append;
+extern const nyb_bench_operation nyb_bench_cache_file;
 extern const nyb_bench_operation nyb_bench_features;
 
 #endif
