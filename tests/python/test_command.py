@@ -620,6 +620,24 @@ def test_bench_overhead() -> None:
     assert all(r["median_ns"] > 0 for r in report["results"])
 
 
+def test_bench_cache_file(tmp_path: Path) -> None:
+    shape = ("--shape", "3,2,64,300")
+    report = good_json(
+        *("bench", "cache-file", *shape, "--bits", "4,8:4", "--threads", "1", *QUICK),
+        TMPDIR=str(tmp_path),
+    )
+    results = report["results"]
+    assert [(r["v_bits"], r["memory"]) for r in results] == [
+        (4, "held"), (4, "fresh"), (4, "held"), (4, "fresh")
+    ]  # fmt: skip
+    rows = 3 * 2 * 300
+    for result, row_bytes in zip(results, (72, 72, 36 + 68, 36 + 68), strict=True):
+        header_bytes = result["bytes"] - rows * row_bytes
+        assert 0 < header_bytes < 8192
+        assert all(result[f"{name}_median_us"] > 0 for name in ("read", "load"))
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_verify_leaves_out_what_was_not_asked_for() -> None:
     asked = ("verify", "--quick", "--isa", "scalar", "--operation", "attention")
     lines = good(*asked).splitlines()

@@ -463,8 +463,7 @@ int nyb_command_bench(int argc, char **argv) {
        .key = 's',
        .arg = "SHAPE",
        .doc = "attention, features: B,Hq,Hkv,D,N; geglu: ROWS,COLUMNS; quantize: ROWS,DIM; append: "
-              "B,Hkv,D; "
-              "repeatable"},
+              "B,Hkv,D; cache-file: LAYERS,Hkv,D,N; repeatable"},
       {.name = "shapes",
        .key = KEY_SHAPES,
        .arg = "FILE",
