@@ -3,7 +3,8 @@
  * and what is saved of that loads again to the same.
  *
  * An even first byte: the rest is the file as it is. An odd one: two bytes, little-endian, say how
- * many bytes at the end are data; what stands between is the header, whose length is made to fit. */
+ * many bytes at the end are data; what stands between is the header, whose length is made to fit.
+ */
 #define _GNU_SOURCE /* memfd_create */
 
 #include <stdio.h>
