@@ -357,7 +357,7 @@ static void fill_mask(const attention_scene *scene, check_random *random) {
         const double number =
             m->class == MASK_LOWEST ? lowest_of(mask->dtype) : check_random_normal(random);
         if (m->kind == NYB_MASK_ARRAY_BOOL) {
-          ((uint8_t *)scene->mask.data)[at] = hidden ? 0 : (uint8_t)(1 + n % 255);
+          ((uint8_t *)scene->mask.data)[at] = (uint8_t)(hidden ? 0 : 1 + n % 255);
         } else {
           oracle_store(scene->mask.data, mask->dtype, at, hidden ? -INFINITY : number);
         }
