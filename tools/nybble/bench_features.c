@@ -14,7 +14,7 @@ enum { BATCH, QUERY_HEADS, KV_HEADS, HEAD_DIM, TOKENS };
 /* Every size of page and of the parts divides UNIT_TOKENS, of which N is a multiple. */
 enum { UNIT_TOKENS = 128, FIRST_TOKENS = 128, LAST_TOKENS = 128, ROWS = 8 };
 /* Of the case whose time must follow the window and not the sequence. */
-enum { WINDOW_TOKENS = 1024, LONG_TOKENS = 131072 };
+enum { WINDOW_TOKENS = 1024, LONG_TOKENS = 131072, UNALIGNED_TOKENS = 500 };
 
 static const nyb_bench_shape default_shapes[] = {{{1, 32, 8, 128, 8192}}};
 
@@ -80,13 +80,14 @@ static nyb_part part_from(const side *s, char *copy, int64_t first, int64_t toke
                     .v = rows_from(&s->bench->value, copy, field[KV_HEADS], field[TOKENS], first)};
 }
 
-/* Goes round all windows of all copies before it comes back to one. */
+/* Goes round all windows of all copies before it comes back to one. They begin within a chunk and
+ * within a tile, as most do. */
 static char *slide(side *s, int64_t index) {
   const nyb_bench_copies *copies = &s->bench->copies;
   const int64_t *field = s->bench->shape.field;
-  const int64_t windows = field[TOKENS] / WINDOW_TOKENS, places = windows * copies->count;
+  const int64_t windows = field[TOKENS] / WINDOW_TOKENS - 1, places = windows * copies->count;
   const int64_t place = index % places * (places % 10007 == 0 ? 1 : 10007) % places;
-  const int64_t end = (place % windows + 1) * WINDOW_TOKENS;
+  const int64_t end = (place % windows + 1) * WINDOW_TOKENS + UNALIGNED_TOKENS;
   const bool windowed = s->attention.window_tokens != 0;
   s->first_token = windowed ? 0 : end - WINDOW_TOKENS;
   for (int64_t b = 0; b < field[BATCH]; b++) {
@@ -318,6 +319,10 @@ static void report(const features_bench *bench, const feature_case *c, const nyb
   if (!measured) cJSON_AddStringToObject(result, "refused", refusal);
   cJSON_AddItemToArray(bench->run->results, result);
 
+  /* Where the machine is busy the one or the other may be more than the call's own. */
+  const double of_minima = measured ? turns[1].timing.min_us / turns[0].timing.min_us : 0;
+  const bool missed = measured && c->goal > 0 && fmin(ratio, of_minima) > c->goal;
+
   nyb_table *table = bench->run->table;
   nyb_table_add(table, "%s", c->name);
   nyb_table_add(table, "%s", c->beside);
@@ -328,12 +333,12 @@ static void report(const features_bench *bench, const feature_case *c, const nyb
     nyb_table_add(table, "%.1f", turns[0].timing.median_us);
     nyb_table_add(table, "%.1f", turns[1].timing.median_us);
     nyb_table_add(table, "%.3f", ratio);
-    nyb_table_add(table, "%.3f", turns[1].timing.min_us / turns[0].timing.min_us);
+    nyb_table_add(table, "%.3f", of_minima);
   } else {
     for (int i = 0; i < 4; i++) nyb_table_add(table, "-");
   }
   nyb_table_add(table, c->goal > 0 ? "%.2f" : "-", c->goal);
-  nyb_table_add(table, "%s", !measured ? refusal : c->goal > 0 && ratio > c->goal ? "missed" : "");
+  nyb_table_add(table, "%s", !measured ? refusal : missed ? "missed" : "");
 }
 
 static side plain_side(const features_bench *bench) {
