@@ -643,9 +643,7 @@ static bool may_be_not_finite(const attention_shape *s) {
   return s->poison.place != POISON_NONE || s->overflow.first < s->overflow.end;
 }
 
-/* Less what belongs to the output's own rounding: half a unit in the last place, of subnormal
- * numbers too; an infinity stands for all that rounds to it. */
-static double share_of_tolerance(nyb_dtype dtype, double got, double want, double error) {
+double scene_share_of_tolerance(nyb_dtype dtype, double got, double want, double error) {
   static const struct {
     double half_unit, least_half_unit, infinite_from;
   } rounding[] = {[NYB_F32] = {0x1p-24, 0x1p-150, 0x1.ffffffp127},
@@ -661,7 +659,7 @@ static bool compare_lse(const attention_scene *scene, const scene_expected *e, i
                         int64_t at, double *worst) {
   if (scene->shape.without_lse) return true;
   const double got = oracle_load(scene->lse.data, NYB_F32, at);
-  *worst = fmax(*worst, share_of_tolerance(NYB_F32, got, e->lse[i], e->lse_error[i]));
+  *worst = fmax(*worst, scene_share_of_tolerance(NYB_F32, got, e->lse[i], e->lse_error[i]));
   if (isnan(e->lse[i]) && may_be_not_finite(&scene->shape)) return isnan(got);
   return oracle_within(NYB_F32, got, e->lse[i], e->lse_error[i]);
 }
@@ -685,7 +683,7 @@ scene_fault scene_compare(attention_scene *scene, const scene_expected *e, doubl
                                      offset_of(scene->call.out.stride, b, head, row) + d);
       const double want = e->out[i * s->value_dim + d];
       const double error = e->out_error[i * s->value_dim + d];
-      *worst = fmax(*worst, share_of_tolerance(s->out_dtype, got, want, error));
+      *worst = fmax(*worst, scene_share_of_tolerance(s->out_dtype, got, want, error));
       if (oracle_within(s->out_dtype, got, want, error)) continue;
       if (!isfinite(want) && may_be_not_finite(s) && (isnan(got) || got == want)) continue;
       snprintf(text, text_size,

@@ -112,10 +112,36 @@ void placed_free(placed_scene *placed) {
   }
   check_buffer_free(&placed->numbers);
   check_buffer_free(&placed->lengths);
+  check_buffer_free(&placed->mask);
   *placed = (placed_scene){0};
 }
 
 /* ---- Layouts ------------------------------------------------------------------------------ */
+
+/* The mask's array with as many columns before each sequence's own as there is padding. */
+static bool move_mask(const attention_scene *scene, const int32_t *starts, placed_scene *placed) {
+  const attention_shape *s = &scene->shape;
+  const nyb_mask_array *from = &scene->call.mask_array;
+  nyb_mask_array *to = &placed->call.mask_array;
+  if (from->kind == 0) return true;
+  const int64_t bytes = from->kind == NYB_MASK_ARRAY_BOOL ? 1 : bytes_of(from->dtype);
+  to->tokens = placed->call.capacity_tokens;
+  set_strides(false, s->query_heads, s->query_len, to->tokens, to->stride);
+  if (!check_buffer_make(&placed->mask,
+                         s->batch * s->query_heads * s->query_len * to->tokens * bytes)) {
+    return false;
+  }
+  to->data = placed->mask.data;
+  for (int64_t i = 0; i < s->batch * s->query_heads * s->query_len; i++) {
+    const int64_t at[3] = {i / s->query_len / s->query_heads, i / s->query_len % s->query_heads,
+                           i % s->query_len};
+    const int64_t to_byte = (offset_of(to->stride, at) + starts[at[0]]) * bytes;
+    memcpy((uint8_t *)placed->mask.data + to_byte,
+           (const uint8_t *)from->data + offset_of(from->stride, at) * bytes,
+           (size_t)(s->lengths[at[0]] * bytes));
+  }
+  return true;
+}
 
 bool place_behind_padding(const attention_scene *scene, check_random *random,
                           placed_scene *placed) {
@@ -139,7 +165,7 @@ bool place_behind_padding(const attention_scene *scene, check_random *random,
   }
   call->starts = starts;
   call->lengths = lengths;
-  return true;
+  return move_mask(scene, starts, placed);
 }
 
 static void seal_stored(stored_buffers *buffers) {
@@ -283,6 +309,7 @@ static void seal(placed_scene *placed) {
   }
   if (placed->numbers.memory != NULL) check_buffer_seal(&placed->numbers);
   if (placed->lengths.memory != NULL) check_buffer_seal(&placed->lengths);
+  if (placed->mask.memory != NULL) check_buffer_seal(&placed->mask);
 }
 
 static bool changed(const check_buffer *buffer) {
@@ -290,7 +317,7 @@ static bool changed(const check_buffer *buffer) {
 }
 
 static bool inputs_changed(const placed_scene *placed) {
-  bool any = changed(&placed->numbers) || changed(&placed->lengths);
+  bool any = changed(&placed->numbers) || changed(&placed->lengths) || changed(&placed->mask);
   for (int part = 0; part < 3; part++) {
     const stored_buffers *both[] = {&placed->keys[part], &placed->values[part]};
     for (int i = 0; i < 2; i++) {
@@ -301,13 +328,14 @@ static bool inputs_changed(const placed_scene *placed) {
   return any;
 }
 
-nyb_status placed_run(attention_scene *scene, placed_scene *placed, nyb_context *context,
-                      nyb_path path, uint8_t *bits, char *text, size_t text_size) {
+nyb_status placed_run(attention_scene *scene, placed_scene *placed, const check_library *library,
+                      nyb_context *context, nyb_path path, uint8_t *bits, char *text,
+                      size_t text_size) {
   const nyb_attention own = scene->call;
   text[0] = '\0';
   seal(placed);
   scene->call = placed->call;
-  const nyb_status status = scene_run(scene, &check_nybble, context, path);
+  const nyb_status status = scene_run(scene, library, context, path);
   if (status == NYB_OK) scene_bits(scene, bits);
   scene->call = own;
   if (status != NYB_OK) {

@@ -45,6 +45,10 @@ static const path_tally paths[] = {
     FEATURE_TALLIES("attention_sinks"),
     FEATURE_TALLIES("attention_softcap"),
     FEATURE_TALLIES("attention_alibi"),
+    FEATURE_TALLIES("attention_starts"),
+    FEATURE_TALLIES("attention_pages"),
+    FEATURE_TALLIES("attention_ring"),
+    FEATURE_TALLIES("attention_parts"),
 };
 enum { PATH_COUNT = sizeof paths / sizeof paths[0], FIRST_FEATURE = 5 };
 
@@ -319,6 +323,9 @@ check_run *check_all(const check_options *options) {
   if (operation_asked(run, "quantize")) check_quantize(run);
   if (operation_asked(run, "geglu")) check_geglu(run);
   if (operation_asked(run, "attention")) check_attention(run);
+  if (operation_asked(run, "attention") && run->options.backend == NYB_BACKEND_CPU) {
+    check_attention_places(run);
+  }
   if (operation_asked(run, "attention_merge")) check_attention_merge(run);
   if (operation_asked(run, "cache_append") && run->options.backend == NYB_BACKEND_CUDA) {
     check_append(run);

@@ -51,67 +51,14 @@ static inline int places_close(void **state) {
   return 0;
 }
 
-/* ---- Random shapes ------------------------------------------------------------------------ */
-
-static inline int64_t pick(check_random *random, const int64_t *from, int64_t count) {
-  return from[check_random_below(random, count)];
-}
-#define PICK(random, ...)                        \
-  pick((random), (const int64_t[]){__VA_ARGS__}, \
-       (int64_t)(sizeof((const int64_t[]){__VA_ARGS__}) / sizeof(int64_t)))
-
-static inline nyb_format random_format(check_random *random, int64_t dim) {
-  nyb_format format;
-  while (!choose_format((int)check_random_below(random, FORMATS), dim,
-                        check_random_below(random, 9), &format)) {
-  }
-  return format;
-}
-
-/* Up to three sequences of up to `most_tokens` tokens, none among them. */
-static inline attention_shape random_shape(const char *name, int64_t most_tokens,
-                                           check_random *random) {
-  const int64_t kv_heads = PICK(random, 1, 2);
-  attention_shape shape = {
-      .name = name,
-      .batch = 1 + check_random_below(random, 3),
-      .query_heads = kv_heads * PICK(random, 1, 3, 4),
-      .kv_heads = kv_heads,
-      .query_len = PICK(random, 1, 1, 1, 2, 5, 19),
-      .key_dim = PICK(random, 32, 64, 96, 128),
-      .value_dim = PICK(random, 32, 64, 96, 128),
-      .query_dtype = (nyb_dtype)PICK(random, NYB_F32, NYB_F16, NYB_BF16),
-      .out_dtype = (nyb_dtype)PICK(random, NYB_F32, NYB_F16, NYB_BF16),
-      .mask = (nyb_mask)PICK(random, NYB_MASK_NONE, NYB_MASK_CAUSAL),
-      .rounding = (nyb_rounding)PICK(random, NYB_ROUNDING_EXACT, NYB_ROUNDING_MLX),
-      .swapped = check_random_below(random, 2) == 1,
-      .gap = check_random_below(random, 2),
-      .seed = check_random_bits(random),
-  };
-  shape.key_format = random_format(random, shape.key_dim);
-  shape.value_format = random_format(random, shape.value_dim);
-  for (int64_t b = 0; b < shape.batch; b++) {
-    shape.lengths[b] = (int32_t)check_random_below(random, most_tokens + 1);
-    if (shape.lengths[b] > shape.capacity_tokens) shape.capacity_tokens = shape.lengths[b];
-  }
-  shape.capacity_tokens += check_random_below(random, 80);
-  if (shape.capacity_tokens < 2) shape.capacity_tokens = 2;
-  return shape;
-}
-
-/* Lengths of a few tiles mostly, of a few chunks now and then. */
-static inline int64_t random_most_tokens(check_random *random) {
-  return PICK(random, 70, 300, 300, 2600);
-}
-
 /* ---- Bits --------------------------------------------------------------------------------- */
 
 static inline void places_run(attention_scene *scene, placed_scene *placed, nyb_isa isa,
                               int threads, nyb_path path, uint8_t *bits) {
   char text[256], shape[320];
   scene_describe(scene, shape, sizeof shape);
-  const nyb_status status =
-      placed_run(scene, placed, places_contexts[isa][threads], path, bits, text, sizeof text);
+  const nyb_status status = placed_run(scene, placed, &check_nybble, places_contexts[isa][threads],
+                                       path, bits, text, sizeof text);
   if (status != NYB_OK) fail_msg("%s: %s", shape, text);
 }
 
@@ -137,6 +84,11 @@ static inline nyb_attention sequence_alone(const nyb_attention *call, int64_t b)
   a.q.data = (const char *)a.q.data + b * a.q.stride[0] * q_bytes;
   a.out.data = (char *)a.out.data + b * a.out.stride[0] * out_bytes;
   a.lse.data = (float *)a.lse.data + b * a.lse.stride[0];
+  if (a.mask_array.kind != 0) {
+    const bool bytes = a.mask_array.kind == NYB_MASK_ARRAY_BOOL;
+    const int64_t size = bytes ? 1 : (int64_t)nyb_dtype_bytes(a.mask_array.dtype);
+    a.mask_array.data = (const char *)a.mask_array.data + b * a.mask_array.stride[0] * size;
+  }
   if (a.starts != NULL) a.starts += b;
   if (a.ring.offsets != NULL) a.ring.offsets += b;
   if (a.last_begins != NULL) a.last_begins += b;

@@ -36,7 +36,9 @@ static void test_starts(void **state) {
   (void)state;
   check_random random = {.state = 1};
   for (int i = 0; i < PLACES_CASES; i++) {
-    const attention_shape shape = random_shape("starts", random_most_tokens(&random), &random);
+    attention_shape shape =
+        places_random_shape("starts", places_random_most_tokens(&random), &random);
+    if (i % 2 == 0) places_add_features(&random, &shape);
     attention_scene scene;
     placed_scene placed;
     assert_true(scene_make(&scene, &shape));
@@ -51,7 +53,9 @@ static void test_pages(void **state) {
   (void)state;
   check_random random = {.state = 2};
   for (int i = 0; i < 2 * PLACES_CASES; i++) {
-    const attention_shape shape = random_shape("pages", random_most_tokens(&random), &random);
+    attention_shape shape =
+        places_random_shape("pages", places_random_most_tokens(&random), &random);
+    if (i % 2 == 0) places_add_features(&random, &shape);
     const int64_t page_tokens = PICK(&random, 16, 17, 24, 32, 64, 100, 128, 192);
     const int64_t shared_pages = check_random_below(&random, 5);
     char what[64];
@@ -71,7 +75,9 @@ static void test_ring(void **state) {
   (void)state;
   check_random random = {.state = 3};
   for (int i = 0; i < PLACES_CASES; i++) {
-    const attention_shape shape = random_shape("ring", random_most_tokens(&random), &random);
+    attention_shape shape =
+        places_random_shape("ring", places_random_most_tokens(&random), &random);
+    if (i % 2 == 0) places_add_features(&random, &shape);
     const int64_t most_kept = shape.capacity_tokens - 1;
     const int64_t keep_tokens = PICK(&random, 0, 0, 4, most_kept);
     attention_scene scene;

@@ -249,6 +249,7 @@ static nyb_status flip_value_code(LIAR_ARGUMENTS) {
 
 /* The upper byte of a bf16 scale or of half of an f32 one. */
 static nyb_status wrong_value_scale(LIAR_ARGUMENTS) {
+  if (a->v.scales == NULL) return TRUTH(a); /* a plain cache, to compare with */
   return with_flipped_byte(context, a, workspace, workspace_bytes, stream,
                            (const uint8_t *)a->v.scales + 1, 0);
 }
@@ -442,6 +443,49 @@ static void test_attention_liars_of_bits(void **state) {
   assert_caught(&library, "attention", "affine2", "depend on the number of rows");
 }
 
+static nyb_status attend_padding(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.starts = NULL;
+  return TRUTH(&other);
+}
+
+static nyb_status unroll_ring(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.ring = (nyb_ring){0};
+  return TRUTH(&other);
+}
+
+/* The rows of a page in reverse order. */
+static nyb_status reverse_pages(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  if (a->pages.table != NULL) {
+    const int64_t bytes = a->v.format.scheme == NYB_PLAIN && a->v.format.dtype != NYB_F32 ? 2 : 4;
+    other.v.codes =
+        (const char *)a->v.codes + (a->pages.page_tokens - 1) * a->v.codes_stride[2] * bytes;
+    other.v.codes_stride[2] = -a->v.codes_stride[2];
+  }
+  return TRUTH(&other);
+}
+
+static nyb_status take_scales_for_biases(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  if (a->first.tokens > 0 || a->last.tokens > 0) other.v.biases = a->v.scales;
+  return TRUTH(&other);
+}
+
+static void test_liars_about_places(void **state) {
+  (void)state;
+  check_library library = check_nybble;
+  library.attention = attend_padding;
+  assert_caught(&library, "attention", "affine4", "attention_starts_scalar");
+  library.attention = unroll_ring;
+  assert_caught(&library, "attention", "affine4", "attention_ring_scalar");
+  library.attention = reverse_pages;
+  assert_caught(&library, "attention", "plain_bf16", "attention_pages_scalar");
+  library.attention = take_scales_for_biases;
+  assert_caught(&library, "attention", "affine4", "attention_parts_scalar");
+}
+
 /* ---- Merging ------------------------------------------------------------------------------ */
 
 static nyb_status drop_last_part(nyb_context *context, const nyb_attention_merge *m,
@@ -546,6 +590,7 @@ int main(void) {
       cmocka_unit_test(test_geglu_liars),
       cmocka_unit_test(test_attention_liars),
       cmocka_unit_test(test_attention_liars_of_bits),
+      cmocka_unit_test(test_liars_about_places),
       cmocka_unit_test(test_merge_liars),
       cmocka_unit_test(test_refusal_is_failure),
   };
