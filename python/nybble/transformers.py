@@ -1,0 +1,471 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers over nybble: a quantized cache, and attention straight over it.
+
+    import nybble.transformers
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="nybble")
+    cache = nybble.transformers.NybbleCache(model.config, bits=4)
+    model.generate(**inputs, cache=cache)
+
+Importing this module registers the attention implementation "nybble" and its masks. It also serves
+models that are called without a cache, or with transformers' own: it then reads their tensors. It
+computes on the CPU, and for inference alone.
+
+With left padding each sequence keeps its own length in the cache: padding is not stored, and rows
+have the bits that they would have alone. Causal masks are bottom-right: the last query row sees
+every token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache as TransformersCache
+from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ._attention import attention
+from ._cache import Cache
+from ._context import Context, default_context
+from ._errors import NybbleError, check, refuse
+from ._formats import Format, affine
+from ._nybble import ffi, lib
+
+__all__ = ["NybbleCache", "NybbleLayer", "attention_forward", "attention_mask"]
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+
+
+# ---- What stands for keys and values between the cache and the attention ------------------------
+
+
+class _Packed(torch.Tensor):
+    """Has the shape, dtype and device of keys or values, and no elements: they are in the cache."""
+
+    layer: NybbleLayer
+
+    @staticmethod
+    def __new__(
+        cls: type[_Packed], layer: NybbleLayer, shape: Sequence[int], like: torch.Tensor
+    ) -> _Packed:
+        made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        made.layer = layer
+        return made  # type: ignore[no-any-return]
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"nybble's packed rows, {tuple(self.shape)}"
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+    ) -> Any:
+        raise refuse(
+            f"{function} is asked of keys or values in a NybbleCache; they go to the attention "
+            'implementation "nybble" alone: load the model with attn_implementation="nybble"',
+            lib.NYB_ERROR_UNSUPPORTED,
+        )
+
+
+# ---- The cache ------------------------------------------------------------------------------------
+
+
+class NybbleLayer(CacheLayerMixin):
+    """One layer of a `NybbleCache`, made at its first update.
+
+    Args:
+        bits, value_bits, group_size: see `NybbleCache`.
+        sliding_window: the layer keeps what rows of such a window see, and no more; None keeps all.
+    """
+
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(
+        self,
+        bits: int = 4,
+        value_bits: int | None = None,
+        group_size: int = 64,
+        sliding_window: int | None = None,
+        context: Context | None = None,
+    ) -> None:
+        super().__init__()
+        self.bits, self.group_size = bits, group_size
+        self.value_bits = bits if value_bits is None else value_bits
+        self.sliding_window = sliding_window
+        self.is_sliding = sliding_window is not None
+        self.context = context or default_context()
+        self.stored: Cache | None = None
+        # Tokens of a sequence as transformers counts them, padding included.
+        self.cumulative_length = 0
+        self.has_padding = False
+        self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def _format(self, bits: int, dtype: torch.dtype) -> Format:
+        return affine(bits, self.group_size, str(dtype).rpartition(".")[2])
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.batch_size, heads, _, key_dim = key_states.shape
+        self.stored = Cache(
+            self.batch_size,
+            heads,
+            key_dim,
+            value_states.shape[-1],
+            key=self._format(self.bits, key_states.dtype),
+            value=self._format(self.value_bits, key_states.dtype),
+            window_tokens=self.sliding_window or 0,
+            context=self.context,
+        )
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take tokens; the attention, which knows of padding, stores them.
+
+        Args:
+            key_states: f32, f16 or bf16 [batch, kv_heads, tokens, head_dim] in CPU memory.
+            value_states: likewise.
+
+        Raises:
+            NybbleError: SHAPE for tokens of another batch or model; GROUP_SIZE; UNSUPPORTED where
+                the tokens before were not attended by "nybble".
+        """
+        if self._waiting is not None:
+            raise refuse(
+                "the tokens of the update before were not attended by nybble; load the model with "
+                'attn_implementation="nybble"',
+                lib.NYB_ERROR_UNSUPPORTED,
+            )
+        if self.stored is None:
+            self.lazy_initialization(key_states, value_states)
+        stored = self.stored
+        assert stored is not None
+        have = (*key_states.shape[:2], key_states.shape[3], value_states.shape[3])
+        wanted = (stored.batch, stored.kv_heads, stored.key_dim, stored.value_dim)
+        if have != wanted:
+            raise refuse(
+                f"batch, heads, key and value head_dim are {have}; this cache holds {wanted}: it "
+                "is of another model or batch",
+                lib.NYB_ERROR_SHAPE,
+            )
+        self._waiting = (key_states.detach(), value_states.detach())
+        tokens, _ = self.get_mask_sizes(key_states.shape[2])
+        self.cumulative_length += key_states.shape[2]
+        shape = (stored.batch, stored.kv_heads, tokens)
+        return (
+            _Packed(self, (*shape, stored.key_dim), key_states),
+            _Packed(self, (*shape, stored.value_dim), value_states),
+        )
+
+    def store(self, starts: torch.Tensor | None) -> Cache:
+        """Append the tokens that wait, without the padding before `starts`; returns the cache."""
+        stored = self.stored
+        assert stored is not None
+        if self._waiting is not None:
+            keys, values = self._waiting
+            self._waiting = None
+            tokens, before = keys.shape[2], self.cumulative_length - keys.shape[2]
+            padding = None
+            if starts is not None:
+                padding = [min(max(int(s) - before, 0), tokens) for s in starts.tolist()]
+                self.has_padding |= any(padding)
+            try:
+                stored.append(keys, values, padding=padding)
+            except Exception:
+                self.cumulative_length = before
+                raise
+        return stored
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        if self.sliding_window is None:
+            return self.cumulative_length + query_length, 0
+        offset = max(self.cumulative_length - self.sliding_window + 1, 0)
+        return self.cumulative_length + query_length - offset, offset
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, padding included."""
+        return self.cumulative_length
+
+    def get_max_length(self) -> int:
+        return -1 if self.sliding_window is None else self.sliding_window
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last -tokens_to_remove tokens.
+
+        Raises:
+            NybbleError: VALUE for a positive number; LENGTH where a window has dropped what would
+                be needed. Nothing is dropped then.
+        """
+        if tokens_to_remove > 0:
+            raise refuse(f"crop({tokens_to_remove}): it must be 0 or negative: tokens to remove")
+        if self.stored is not None and tokens_to_remove:
+            self.stored.trim(-tokens_to_remove)
+            self.cumulative_length = max(self.cumulative_length + tokens_to_remove, 0)
+
+    def reset(self) -> None:
+        """Empty; the next update may be of another batch."""
+        self.stored, self._waiting, self.is_initialized = None, None, False
+        self.cumulative_length, self.has_padding = 0, False
+        if hasattr(self, "batch_size"):
+            del self.batch_size
+
+    def _reorder(self, sources: Sequence[int]) -> None:
+        if self.stored is not None:
+            self.stored.reorder(sources)
+            self.batch_size = self.stored.batch
+
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Sequence i becomes what sequence beam_idx[i] was."""
+        self._reorder(beam_idx.tolist())
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each sequence becomes `repeats` ones."""
+        if self.stored is not None:
+            self._reorder([b for b in range(self.stored.batch) for _ in range(repeats)])
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the sequences of these numbers, or where a bool tensor is True."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero()[:, 0]
+        self._reorder(indices.tolist())
+
+    def offload(self) -> None:
+        raise refuse(
+            "a NybbleCache is not offloaded: it is in CPU memory", lib.NYB_ERROR_UNSUPPORTED
+        )
+
+    def prefetch(self) -> None:
+        self.offload()
+
+
+class NybbleCache(TransformersCache):
+    """A quantized cache for `generate(cache=...)` and `forward(cache=...)`.
+
+    Args:
+        config: of the model, which was loaded with attn_implementation="nybble".
+        bits: 2, 3, 4, 5, 6 or 8 bits for keys; or one number for each layer.
+        value_bits: for values; `bits` where None.
+        group_size: 32, 64 or 128 elements share a scale and a bias; it must divide the head
+            dimension.
+
+    Raises:
+        NybbleError: at construction, for what the model needs and nybble lacks: UNSUPPORTED for
+            another attention implementation, a kind of layer (linear, chunked, ...), a window,
+            softcap or sinks without a kernel; GROUP_SIZE; BITS; SHAPE for bits of another number
+            of layers.
+    """
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        bits: int | Sequence[int] = 4,
+        value_bits: int | Sequence[int] | None = None,
+        group_size: int = 64,
+        context: Context | None = None,
+    ) -> None:
+        decoder = config.get_text_config(decoder=True)
+        implementation = decoder._attn_implementation
+        if implementation != "nybble":
+            raise refuse(
+                f"the model's attn_implementation is {implementation!r}; it must be 'nybble'",
+                lib.NYB_ERROR_UNSUPPORTED,
+            )
+        types, options = get_layer_types_and_kwargs(decoder)
+        key_bits = _for_layers("bits", bits, len(types))
+        other_bits = _for_layers(
+            "value_bits", bits if value_bits is None else value_bits, len(types)
+        )
+        layers = []
+        context = context or default_context()
+        for i, (kind, option) in enumerate(zip(types, options)):
+            layer_config = decoder.per_layer_config[i]
+            if kind not in (_FULL, _SLIDING):
+                raise refuse(
+                    f"layer {i} is {kind!r}; a NybbleCache has layers of {_FULL!r} and "
+                    f"{_SLIDING!r} alone",
+                    lib.NYB_ERROR_UNSUPPORTED,
+                )
+            dim = getattr(layer_config, "head_dim", None) or (
+                layer_config.hidden_size // layer_config.num_attention_heads
+            )
+            for width in (key_bits[i], other_bits[i]):
+                affine(width, group_size).row_bytes(dim)  # refuses what does not fit
+            window = option.get("sliding_window")
+            _check_supported(context, i, layer_config, dim, window)
+            layers.append(NybbleLayer(key_bits[i], other_bits[i], group_size, window, context))
+        super().__init__(layers=layers)
+
+    def nbytes(self) -> int:
+        """Bytes allocated for keys and values, all layers together."""
+        return sum(layer.stored.usage().allocated_bytes for layer in self.layers if layer.stored)
+
+
+def _for_layers(name: str, value: int | Sequence[int], layers: int) -> list[int]:
+    found = [value] * layers if isinstance(value, int) else [int(bits) for bits in value]
+    if len(found) != layers:
+        raise refuse(
+            f"{name} has {len(found)} entries; the model has {layers} layers", lib.NYB_ERROR_SHAPE
+        )
+    return found
+
+
+def _check_supported(
+    context: Context, layer: int, config: PreTrainedConfig, dim: int, window: int | None
+) -> None:
+    """Ask the library for a plan with what the model's layers will pass."""
+    call = ffi.new("nyb_attention *", {"struct_size": ffi.sizeof("nyb_attention")})
+    call.batch = call.query_heads = call.kv_heads = call.query_len = call.capacity_tokens = 1
+    call.key_dim = call.value_dim = dim
+    call.q.dtype = call.out.dtype = call.k.format.dtype = call.v.format.dtype = lib.NYB_F32
+    call.k.format.scheme = call.v.format.scheme = lib.NYB_PLAIN
+    call.scale = 1.0
+    sink = ffi.new("float *")
+    call.window_tokens = window or 0
+    call.softcap = getattr(config, "attn_logit_softcapping", None) or 0.0
+    if config.model_type.startswith("gpt_oss"):
+        call.sinks = sink
+    plan = ffi.new("nyb_plan *")
+    plan.struct_size = ffi.sizeof("nyb_plan")
+    try:
+        check(lib.nyb_attention_plan(context._c, call, plan))
+    except NybbleError as error:
+        raise NybbleError(f"layer {layer} of {config.model_type}: {error}", error.status) from None
+
+
+# ---- Masks -------------------------------------------------------------------------------------
+
+
+def attention_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    allow_is_causal_skip: bool = True,
+    config: PreTrainedConfig | None = None,
+    **options: Any,
+) -> torch.Tensor | None:
+    """transformers' mask function of "nybble".
+
+    Returns:
+        None for a causal mask (and a window, which the layers pass themselves); an int32 [batch]
+        tensor, where each sequence begins, for left padding; else transformers' bool mask [batch,
+        1, query_len, tokens].
+    """
+    is_window = local_size is None or (
+        config is not None
+        and getattr(config, "sliding_window", None) == local_size
+        and getattr(config, "attention_chunk_size", None) is None
+    )
+    ends_at_last_row = kv_offset + kv_length == q_offset + q_length
+    if allow_is_causal_skip and is_window and ends_at_last_row:
+        if attention_mask is None:
+            return None
+        if attention_mask.shape[-1] == q_offset + q_length:
+            seen = attention_mask.bool()
+            starts = (seen.cumsum(-1) == 0).sum(-1)
+            is_left_padding = bool((seen.sum(-1) + starts == seen.shape[-1]).all())
+            if is_left_padding:
+                return starts.to(torch.int32) if bool(starts.any()) else None
+    return sdpa_mask(  # type: ignore[no-any-return]
+        batch_size=batch_size,
+        q_length=q_length,
+        kv_length=kv_length,
+        q_offset=q_offset,
+        kv_offset=kv_offset,
+        attention_mask=attention_mask,
+        local_size=local_size,
+        allow_is_causal_skip=False,
+        config=config,
+        **options,
+    )
+
+
+# ---- Attention ----------------------------------------------------------------------------------
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    position_bias: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention function of "nybble".
+
+    Args:
+        query: f32, f16 or bf16 [batch, query_heads, query_len, head_dim].
+        key, value: what `NybbleCache.update` gave; or tensors [batch, kv_heads, tokens, head_dim].
+        attention_mask: None (causal), int32 [batch] (left padding), or [batch, 1 or query_heads,
+            query_len, tokens], bool or added.
+
+    Returns:
+        [batch, query_len, query_heads, head_dim] of query's dtype, and None for weights, which are
+        not held.
+
+    Raises:
+        NybbleError: UNSUPPORTED for dropout, gradients, a position bias, attention weights.
+    """
+    if dropout or position_bias is not None or kwargs.get("output_attentions"):
+        raise refuse(
+            f"dropout is {dropout}, output_attentions {kwargs.get('output_attentions')} and "
+            f"position_bias {'given' if position_bias is not None else None}; nybble has none of "
+            "them",
+            lib.NYB_ERROR_UNSUPPORTED,
+        )
+    if query.requires_grad and torch.is_grad_enabled():
+        raise refuse(
+            "query requires gradients; nybble computes for inference alone: torch.no_grad()",
+            lib.NYB_ERROR_UNSUPPORTED,
+        )
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0}
+    options["mask"] = "causal" if causal else "none"
+    starts = None
+    if attention_mask is not None and attention_mask.dim() == 1:
+        starts = attention_mask
+    elif attention_mask is not None:
+        if attention_mask.dtype not in (torch.bool, torch.float32, query.dtype):
+            attention_mask = attention_mask.float()
+        # A mask says all; "causal" beside it would hide what bidirectional blocks see.
+        options["mask"] = attention_mask
+    if s_aux is not None:
+        options["sinks"] = s_aux.float()
+    batch, heads, rows, _ = query.shape
+    out = query.new_empty((batch, rows, heads, value.shape[-1]))
+    options["out"] = out.transpose(1, 2)
+    query = query.detach()
+    if isinstance(key, _Packed):
+        if not isinstance(value, _Packed) or value.layer is not key.layer:
+            raise refuse("key and value are of different caches or layers")
+        stored = key.layer.store(starts)
+        if starts is None and attention_mask is not None and key.layer.has_padding:
+            raise refuse(
+                "a mask of [query_len, tokens] follows left padding, which this cache left out",
+                lib.NYB_ERROR_UNSUPPORTED,
+            )
+        if sliding_window and not key.layer.is_sliding:
+            options["window_tokens"] = sliding_window
+        attention(query, stored, **options)
+        return out, None
+    if sliding_window and sliding_window < key.shape[2]:
+        options["window_tokens"] = sliding_window
+    attention(query, key.detach(), value.detach(), starts=starts, **options)
+    return out, None
+
+
+ALL_ATTENTION_FUNCTIONS.register("nybble", attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register("nybble", attention_mask)
