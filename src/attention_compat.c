@@ -77,7 +77,7 @@ static float lowest_of(nyb_dtype dtype) {
 
 /* Step 3 of section 2. `past` is how far the row stands behind the token, mask_row its mask. */
 static float bias_score(const nyb_attention *a, float score, int64_t past, float slope,
-                        const void *mask_row, int64_t token) {
+                        const char *mask_row, int64_t token) {
   const nyb_dtype dtype = score_dtype(a);
   float s = nyb_round_to(dtype, score);
   if (a->softcap != 0) {
@@ -98,7 +98,7 @@ static float bias_score(const nyb_attention *a, float score, int64_t past, float
 }
 
 /* The tokens that a row sees, one after the other: the first from `token` on, or sight->end. */
-static int64_t next_seen(const nyb_attention *a, const nyb_sight *sight, const void *mask_row,
+static int64_t next_seen(const nyb_attention *a, const nyb_sight *sight, const char *mask_row,
                          int64_t token) {
   for (; token < sight->end; token++) {
     if (token >= sight->keep_end && token < sight->begin) token = sight->begin;
@@ -119,7 +119,7 @@ static void attend_row(const compat_run *run, int64_t index, char *memory) {
   const int64_t kv_head = head / run->call->heads_per_kv;
   const int64_t position = nyb_row_position(a, batch, row);
   const float slope = a->alibi_slopes != NULL ? a->alibi_slopes[head] : 0;
-  const void *mask_row = a->mask_array.kind != 0 ? nyb_mask_row(a, batch, head, row) : NULL;
+  const char *mask_row = a->mask_array.kind != 0 ? nyb_mask_row(a, batch, head, row) : NULL;
   const nyb_sight sight = nyb_sight_of(a, batch, row);
   const int64_t first = next_seen(a, &sight, mask_row, 0), end = sight.end;
 

@@ -45,6 +45,14 @@ typedef struct row_spans {
   token_span kept, rest;
 } row_spans;
 
+/* What does not change from tile to tile. */
+typedef struct row_facts {
+  nyb_sight sight;
+  int64_t position;
+  const char *mask; /* the mask's row, or NULL */
+  float slope;
+} row_facts;
+
 typedef struct worker_memory {
   float *q; /* [NYB_TILE_ROWS][nyb_padded_dim(key_dim)] */
   char *prepared;
@@ -56,6 +64,7 @@ typedef struct worker_memory {
   float *rescale;
   int32_t *visible;
   row_spans *spans;        /* [NYB_TILE_ROWS] */
+  row_facts *facts;        /* [NYB_TILE_ROWS] */
   nyb_bias_row *bias_rows; /* [NYB_TILE_ROWS] */
   void *scratch;
 } worker_memory;
@@ -89,6 +98,7 @@ enum {
   SCORE_BYTES = NYB_TILE_ROWS * NYB_TILE_TOKENS * 4,
   SMALL_BYTES = NYB_TILE_ROWS * 4,
   SPAN_BYTES = NYB_TILE_ROWS * (int)sizeof(row_spans),
+  FACTS_BYTES = NYB_TILE_ROWS * (int)sizeof(row_facts),
   BIAS_BYTES = NYB_TILE_ROWS * (int)sizeof(nyb_bias_row)
 };
 
@@ -97,7 +107,8 @@ static int64_t worker_bytes(const nyb_attention_call *call) {
   const int64_t states = nyb_has_parts(a) ? 3 : 2;
   return NYB_TILE_ROWS * (floats_bytes(a->key_dim) + nyb_prepared_bytes(a->key_dim)) + SCORE_BYTES +
          states * row_state_bytes(a, NYB_TILE_ROWS) + floats_bytes(a->value_dim) +
-         gathered_bytes(call) + 2 * SMALL_BYTES + SPAN_BYTES + BIAS_BYTES + NYB_TILE_SCRATCH_BYTES;
+         gathered_bytes(call) + 2 * SMALL_BYTES + SPAN_BYTES + FACTS_BYTES + BIAS_BYTES +
+         NYB_TILE_SCRATCH_BYTES;
 }
 
 static char *take(char **memory, int64_t bytes) {
@@ -121,6 +132,7 @@ static worker_memory worker_memory_at(char *memory, const nyb_attention_call *ca
   w.rescale = (float *)(void *)take(&memory, SMALL_BYTES);
   w.visible = (int32_t *)(void *)take(&memory, SMALL_BYTES);
   w.spans = (row_spans *)(void *)take(&memory, SPAN_BYTES);
+  w.facts = (row_facts *)(void *)take(&memory, FACTS_BYTES);
   w.bias_rows = (nyb_bias_row *)(void *)take(&memory, BIAS_BYTES);
   w.scratch = memory;
   return w;
@@ -284,13 +296,24 @@ static int64_t query_row_of(const fused_run *run, const unit *u, int64_t row) {
   return (u->first_row + row) / run->call->heads_per_kv;
 }
 
-static void load_queries(const fused_run *run, const unit *u, const worker_memory *memory) {
+static row_facts facts_of(const nyb_attention *a, int64_t batch, int64_t head, int64_t row) {
+  return (row_facts){
+      .sight = nyb_sight_of(a, batch, row),
+      .position = nyb_row_position(a, batch, row),
+      .mask = a->mask_array.kind != 0 ? nyb_mask_row(a, batch, head, row) : NULL,
+      .slope = a->alibi_slopes != NULL ? a->alibi_slopes[head] : 0,
+  };
+}
+
+static void load_rows(const fused_run *run, const unit *u, const worker_memory *memory) {
   const nyb_attention *a = run->call->attention;
   const int64_t padded = nyb_padded_dim(a->key_dim);
   for (int64_t row = 0; row < u->rows; row++) {
+    const int64_t head = head_of(run, u, row), query_row = query_row_of(run, u, row);
     float *q = memory->q + row * padded;
-    nyb_load_query(a, u->batch, head_of(run, u, row), query_row_of(run, u, row), q);
+    nyb_load_query(a, u->batch, head, query_row, q);
     for (int64_t d = a->key_dim; d < padded; d++) q[d] = 0;
+    memory->facts[row] = facts_of(a, u->batch, head, query_row);
   }
 }
 
@@ -365,28 +388,25 @@ static token_span span_within(int64_t begin, int64_t end, int64_t first, int64_t
   return (token_span){(int32_t)begin, (int32_t)end};
 }
 
-/* Less what the mask hides at either end: there a row reads nothing. */
-static token_span span_unmasked(const nyb_mask_array *mask, const void *mask_row, int64_t first,
-                                token_span span) {
-  while (span.begin < span.end && nyb_mask_hides(mask, mask_row, first + span.begin)) span.begin++;
-  while (span.begin < span.end && nyb_mask_hides(mask, mask_row, first + span.end - 1)) span.end--;
-  return span.begin < span.end ? span : (token_span){0, 0};
+/* A row of which the mask hides the whole span reads nothing of it. */
+static token_span span_masked(const nyb_mask_array *mask, const char *mask_row, int64_t first,
+                              token_span span) {
+  const bool hidden = nyb_mask_hides_all(mask, mask_row, first + span.begin, first + span.end);
+  return hidden ? (token_span){0, 0} : span;
 }
 
 /* Which of the tile's tokens each row sees; false where none sees any. */
 static bool find_spans(const fused_run *run, const unit *u, int64_t first, int64_t tokens,
                        const worker_memory *memory) {
-  const nyb_attention *a = run->call->attention;
+  const nyb_mask_array *mask = &run->call->attention->mask_array;
   bool any = false;
   for (int64_t row = 0; row < u->rows; row++) {
-    const nyb_sight sight = nyb_sight_of(a, u->batch, query_row_of(run, u, row));
-    row_spans spans = {.kept = span_within(0, sight.keep_end, first, tokens),
-                       .rest = span_within(sight.begin, sight.end, first, tokens)};
-    if (a->mask_array.kind != 0) {
-      const void *mask_row =
-          nyb_mask_row(a, u->batch, head_of(run, u, row), query_row_of(run, u, row));
-      spans.kept = span_unmasked(&a->mask_array, mask_row, first, spans.kept);
-      spans.rest = span_unmasked(&a->mask_array, mask_row, first, spans.rest);
+    const row_facts *facts = &memory->facts[row];
+    row_spans spans = {.kept = span_within(0, facts->sight.keep_end, first, tokens),
+                       .rest = span_within(facts->sight.begin, facts->sight.end, first, tokens)};
+    if (mask->kind != 0) {
+      spans.kept = span_masked(mask, facts->mask, first, spans.kept);
+      spans.rest = span_masked(mask, facts->mask, first, spans.rest);
     }
     if (spans.rest.end == 0) {
       spans.rest = spans.kept;
@@ -403,16 +423,13 @@ static void bias_scores(const fused_run *run, const unit *u, int64_t first, int6
                         const worker_memory *memory) {
   const nyb_attention *a = run->call->attention;
   const nyb_mask_array *mask = &a->mask_array;
-  const int64_t mask_bytes =
-      mask->kind == NYB_MASK_ARRAY_ADD ? (int64_t)nyb_dtype_bytes(mask->dtype) : 1;
+  const int64_t column_bytes = nyb_mask_column_bytes(mask);
   for (int64_t row = 0; row < u->rows; row++) {
-    const int64_t head = head_of(run, u, row), query_row = query_row_of(run, u, row);
-    nyb_bias_row *bias = &memory->bias_rows[row];
-    bias->slope = a->alibi_slopes != NULL ? a->alibi_slopes[head] : 0;
-    bias->distance = (int32_t)(nyb_row_position(a, u->batch, query_row) - first);
-    bias->mask = NULL;
-    if (mask->kind == 0) continue;
-    bias->mask = (const char *)nyb_mask_row(a, u->batch, head, query_row) + first * mask_bytes;
+    const row_facts *facts = &memory->facts[row];
+    memory->bias_rows[row] =
+        (nyb_bias_row){.mask = mask->kind == 0 ? NULL : facts->mask + first * column_bytes,
+                       .slope = facts->slope,
+                       .distance = (int32_t)(facts->position - first)};
   }
   const nyb_bias_tile tile = {.scores = memory->scores,
                               .rows = u->rows,
@@ -431,7 +448,6 @@ static void hide_unseen(const unit *u, const worker_memory *memory) {
   for (int64_t row = 0; row < u->rows; row++) {
     const row_spans *spans = &memory->spans[row];
     float *scores = memory->scores + row * NYB_TILE_TOKENS;
-    for (int32_t t = 0; t < spans->kept.begin; t++) scores[t] = -INFINITY;
     for (int32_t t = spans->kept.end; t < spans->rest.begin; t++) scores[t] = -INFINITY;
   }
 }
@@ -646,12 +662,9 @@ static bool sees_any(const fused_run *run, const unit *u, int64_t row) {
   const int64_t query_row = query_row_of(run, u, row);
   const nyb_sight sight = nyb_sight_of(a, u->batch, query_row);
   if (a->mask_array.kind == 0) return sight.keep_end > 0 || sight.begin < sight.end;
-  const void *mask_row = nyb_mask_row(a, u->batch, head_of(run, u, row), query_row);
-  for (int64_t n = 0; n < sight.end; n++) {
-    if (n >= sight.keep_end && n < sight.begin) n = sight.begin;
-    if (n < sight.end && !nyb_mask_hides(&a->mask_array, mask_row, n)) return true;
-  }
-  return false;
+  const char *mask_row = nyb_mask_row(a, u->batch, head_of(run, u, row), query_row);
+  return !nyb_mask_hides_all(&a->mask_array, mask_row, 0, sight.keep_end) ||
+         !nyb_mask_hides_all(&a->mask_array, mask_row, sight.begin, sight.end);
 }
 
 static void finish_row(const fused_run *run, const unit *u, const row_state *state, int64_t row,
@@ -687,7 +700,7 @@ static void run_unit(const fused_run *run, int64_t index, const worker_memory *m
   const int64_t padded = nyb_padded_dim(run->call->attention->value_dim);
   if (is_split(run, u.length)) return;
   clear_state(&memory->folded, u.rows, padded);
-  if (u.visible > 0) load_queries(run, &u, memory);
+  if (u.visible > 0) load_rows(run, &u, memory);
   for (int64_t chunk = 0; chunk < chunk_count(&u); chunk++) {
     attend_chunk(run, &u, chunk_at(&u, chunk), memory);
     for (int64_t row = 0; row < u.rows; row++) {
@@ -758,7 +771,7 @@ static void run_chunk(const fused_run *run, split_sequence *s, int64_t chunk,
   const int64_t of_unit = chunk - split.first_chunk;
   if (of_unit >= chunk_count(&split.unit)) return;
   memory.chunk = partial_of(run, chunk);
-  load_queries(run, &split.unit, &memory);
+  load_rows(run, &split.unit, &memory);
   attend_chunk(run, &split.unit, chunk_at(&split.unit, of_unit), &memory);
 }
 

@@ -44,21 +44,37 @@ static inline nyb_sight nyb_sight_of(const nyb_attention *attention, int64_t bat
   return sight;
 }
 
+static inline int64_t nyb_mask_column_bytes(const nyb_mask_array *mask) {
+  return mask->kind == NYB_MASK_ARRAY_ADD ? (int64_t)nyb_dtype_bytes(mask->dtype) : 1;
+}
+
 /* The mask array's row of a query row, at the column of the sequence's first token. */
-static inline const void *nyb_mask_row(const nyb_attention *attention, int64_t batch, int64_t head,
+static inline const char *nyb_mask_row(const nyb_attention *attention, int64_t batch, int64_t head,
                                        int64_t row) {
   const nyb_mask_array *mask = &attention->mask_array;
-  const int64_t bytes =
-      mask->kind == NYB_MASK_ARRAY_BOOL ? 1 : (int64_t)nyb_dtype_bytes(mask->dtype);
-  const int64_t column = nyb_sequence_start(attention, batch);
+  const int64_t first = nyb_sequence_start(attention, batch);
   return (const char *)mask->data +
-         (nyb_row_offset(mask->stride, batch, head, row) + column) * bytes;
+         (nyb_row_offset(mask->stride, batch, head, row) + first) * nyb_mask_column_bytes(mask);
 }
 
 /* Whether it hides a token from that row. */
-static inline bool nyb_mask_hides(const nyb_mask_array *mask, const void *mask_row, int64_t token) {
-  if (mask->kind == NYB_MASK_ARRAY_BOOL) return ((const uint8_t *)mask_row)[token] == 0;
+static inline bool nyb_mask_hides(const nyb_mask_array *mask, const char *mask_row, int64_t token) {
+  if (mask->kind == NYB_MASK_ARRAY_BOOL) return mask_row[token] == 0;
   return nyb_load_f32(mask_row, mask->dtype, token) == -INFINITY;
+}
+
+/* Whether it hides tokens [begin, end) from that row. */
+static inline bool nyb_mask_hides_all(const nyb_mask_array *mask, const char *mask_row,
+                                      int64_t begin, int64_t end) {
+  for (; mask->kind == NYB_MASK_ARRAY_BOOL && begin + 8 <= end; begin += 8) {
+    uint64_t eight;
+    memcpy(&eight, mask_row + begin, sizeof eight);
+    if (eight != 0) return false;
+  }
+  for (; begin < end; begin++) {
+    if (!nyb_mask_hides(mask, mask_row, begin)) return false;
+  }
+  return true;
 }
 
 #endif

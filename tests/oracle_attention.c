@@ -304,6 +304,8 @@ static void settle(const oracle_attention *a, bool keep_f32, score_bounds *s) {
 static void cap_score(const oracle_attention *a, double softcap, score_bounds *s) {
   const double c = rounds_scores(a) ? oracle_round(a->query_dtype, softcap) : softcap;
   *s = (score_bounds){s->low / c, s->score / c, s->high / c};
+  s->low -= 2 * ORACLE_F32_UNIT * fabs(s->low); /* times 1/c */
+  s->high += 2 * ORACLE_F32_UNIT * fabs(s->high);
   settle(a, false, s);
   *s = (score_bounds){tanh(s->low), tanh(s->score), tanh(s->high)};
   s->low -= 6 * ORACLE_F32_UNIT * fabs(s->low);

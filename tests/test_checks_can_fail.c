@@ -278,6 +278,68 @@ static nyb_status ignore_mask(LIAR_ARGUMENTS) {
   return TRUTH(&other);
 }
 
+/* ---- Attention: what decoders pass ---- */
+
+static nyb_status causal_from_the_other_corner(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  if (a->mask == NYB_MASK_CAUSAL_TOP_LEFT) other.mask = NYB_MASK_CAUSAL;
+  return TRUTH(&other);
+}
+
+static nyb_status wider_window(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  if (a->window_tokens != 0) other.window_tokens++;
+  return TRUTH(&other);
+}
+
+static nyb_status forget_kept(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.window_keep_tokens = 0;
+  return TRUTH(&other);
+}
+
+/* Columns shifted by one: the first is another token's. */
+static nyb_status shift_mask(LIAR_ARGUMENTS, nyb_mask_array_kind kind, int64_t bytes) {
+  nyb_attention other = *a;
+  if (a->mask_array.kind == kind) {
+    other.mask_array.data = (const char *)a->mask_array.data + bytes;
+  }
+  return TRUTH(&other);
+}
+
+static nyb_status shift_bools(LIAR_ARGUMENTS) {
+  return shift_mask(context, a, workspace, workspace_bytes, stream, NYB_MASK_ARRAY_BOOL, 1);
+}
+
+static nyb_status shift_added(LIAR_ARGUMENTS) {
+  return shift_mask(context, a, workspace, workspace_bytes, stream, NYB_MASK_ARRAY_ADD,
+                    (int64_t)nyb_dtype_bytes(a->mask_array.dtype));
+}
+
+static nyb_status one_mask_for_all_rows(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.mask_array.stride[2] = 0;
+  return TRUTH(&other);
+}
+
+static nyb_status forget_sinks(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.sinks = NULL;
+  return TRUTH(&other);
+}
+
+static nyb_status wrong_softcap(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.softcap *= 1.01f;
+  return TRUTH(&other);
+}
+
+static nyb_status forget_slopes(LIAR_ARGUMENTS) {
+  nyb_attention other = *a;
+  other.alibi_slopes = NULL;
+  return TRUTH(&other);
+}
+
 static nyb_status with_length(LIAR_ARGUMENTS, int32_t more) {
   int32_t lengths[64];
   nyb_attention other = *a;
@@ -409,6 +471,15 @@ static void test_attention_liars(void **state) {
       {other_rounding, "MLX"},
       {ignore_mask, "causal"},
       {drop_last_token, "lse of"},
+      {causal_from_the_other_corner, "attention_top_left_scalar: "},
+      {wider_window, "attention_window_scalar: window (B 1"},
+      {forget_kept, "window and kept"},
+      {shift_bools, "attention_mask_bool_scalar: "},
+      {shift_added, "attention_mask_add_scalar: "},
+      {one_mask_for_all_rows, "attention_mask_add_scalar: "},
+      {forget_sinks, "attention_sinks_scalar: "},
+      {wrong_softcap, "attention_softcap_scalar: "},
+      {forget_slopes, "attention_alibi_scalar: "},
       {read_past_length, "nan, want"},
       {nan_in_out, "nan, want"},
       {zero_in_out, "got 0, want"},

@@ -26,7 +26,6 @@ static inline vf vf_mul(vf a, vf b) { return a * b; }
 static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 /* The larger one; b where either is NaN. */
 static inline vf vf_max(vf a, vf b) { return a > b ? a : b; }
-static inline vf vf_div(vf a, vf b) { return a / b; }
 static inline vf vf_abs(vf a) { return fabsf(a); }
 static inline float vf_reduce_add(vf a) { return a; }
 static inline float vf_reduce_max(vf a) { return a; }
