@@ -20,6 +20,7 @@ from ._context import Context, Counters, default_context, version
 from ._errors import NybbleError, Status
 from ._formats import Format, Quantized, affine, plain
 from ._geglu import geglu
+from ._merge import merge
 from ._quantize import dequantize, quantize
 
 __version__ = version()
@@ -41,6 +42,7 @@ __all__ = [
     "default_context",
     "dequantize",
     "geglu",
+    "merge",
     "plain",
     "quantize",
     "version",

@@ -53,13 +53,13 @@ class _Packed(torch.Tensor):
     ) -> _Packed:
         made = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
         made.layer = layer
-        return made  # type: ignore[no-any-return]
+        return made
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"nybble's packed rows, {tuple(self.shape)}"
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
         raise refuse(
@@ -72,7 +72,7 @@ class _Packed(torch.Tensor):
 # ---- The cache ------------------------------------------------------------------------------------
 
 
-class NybbleLayer(CacheLayerMixin):
+class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     """One layer of a `NybbleCache`, made at its first update.
 
     Args:
@@ -91,7 +91,7 @@ class NybbleLayer(CacheLayerMixin):
         sliding_window: int | None = None,
         context: Context | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.bits, self.group_size = bits, group_size
         self.value_bits = bits if value_bits is None else value_bits
         self.sliding_window = sliding_window
@@ -278,7 +278,7 @@ class NybbleCache(TransformersCache):
         other_bits = _for_layers(
             "value_bits", bits if value_bits is None else value_bits, len(types)
         )
-        layers = []
+        layers: list[Any] = []
         context = context or default_context()
         for i, (kind, option) in enumerate(zip(types, options)):
             layer_config = decoder.per_layer_config[i]
@@ -300,7 +300,8 @@ class NybbleCache(TransformersCache):
 
     def nbytes(self) -> int:
         """Bytes allocated for keys and values, all layers together."""
-        return sum(layer.stored.usage().allocated_bytes for layer in self.layers if layer.stored)
+        layers: list[Any] = self.layers
+        return sum(layer.stored.usage().allocated_bytes for layer in layers if layer.is_initialized)
 
 
 def _for_layers(name: str, value: int | Sequence[int], layers: int) -> list[int]:
@@ -372,7 +373,7 @@ def attention_mask(
             is_left_padding = bool((seen.sum(-1) + starts == seen.shape[-1]).all())
             if is_left_padding:
                 return starts.to(torch.int32) if bool(starts.any()) else None
-    return sdpa_mask(  # type: ignore[no-any-return]
+    return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
         kv_length=kv_length,

@@ -200,6 +200,61 @@ def test_threads_do_not_meet() -> None:
     assert wrong == []
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_merge(kind: str) -> None:
+    """Over three parts and over all at once; the formula is the library's own test's."""
+    q, k, v = randoms(2, 4, 3, 64), randoms(2, 2, 40, 64, seed=1), randoms(2, 2, 40, 32, seed=2)
+    q, k, v = (to_kind(x, kind) for x in (q, k, v))
+    options = {"mask": "none", "return_lse": True}
+    ranges = (slice(0, 7), slice(7, 8), slice(8, 40))
+    parts = [nybble.attention(q, k[:, :, r], v[:, :, r], **options) for r in ranges]
+    out, lse = nybble.merge(*zip(*parts))
+    whole, whole_lse = nybble.attention(q, k, v, **options)
+    assert type(out) is type(q) and close(out, to_f64(whole), "float32")
+    assert close(lse, to_f64(whole_lse), "float32")
+    with pytest.raises(NybbleError, match="outs has 0 parts"):
+        nybble.merge([], [])
+    with pytest.raises(NybbleError, match=r"lses\[1\] is \(2, 4, 3, 32\)"):
+        nybble.merge([parts[0][0]] * 2, [parts[0][1], parts[0][0]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_and_more(kind: str) -> None:
+    """Each option against its spelled-out meaning."""
+    q, k, v = (randoms(1, 2, n, 64, seed=n) for n in (5, 12, 12))
+    scores = (q @ k.swapaxes(-1, -2)).astype(float) / 8
+    rows, tokens = np.arange(7, 12)[:, None], np.arange(12)
+    causal = tokens <= rows
+    bias = randoms(1, 2, 5, 12, seed=3)
+
+    def expected(scores: np.ndarray, sinks: np.ndarray | None = None) -> np.ndarray:
+        weights = np.exp(scores)
+        total = weights.sum(-1, keepdims=True)
+        return weights / (total + (0 if sinks is None else np.exp(sinks)[:, None, None])) @ v
+
+    def hidden(seen: np.ndarray) -> np.ndarray:
+        return np.where(seen, scores, -np.inf)
+
+    sinks = np.array([0.5, -1], np.float32)
+    window = causal & ((tokens > rows - 4) | (tokens < 2))
+    capped = np.where(causal, 0.7 * np.tanh(scores / 0.7), -np.inf)
+    slopes = np.array([0.3, 0.1], np.float32)
+    alibi = hidden(causal) - slopes[:, None, None] * np.abs(rows - tokens)
+    cases: list[tuple[dict[str, Any], np.ndarray]] = [
+        ({"mask": to_kind(causal, kind, "bool" if kind != "mlx" else "bool_")}, hidden(causal)),
+        ({"mask": to_kind(bias, kind)}, scores + bias),
+        ({"window_tokens": 4, "window_keep_tokens": 2}, hidden(window)),
+        ({"softcap": 0.7}, capped),
+        ({"alibi_slopes": to_kind(slopes, kind)}, alibi),
+        ({"mask": "causal_top_left"}, hidden(tokens <= rows - 7)),
+    ]
+    arrays = [to_kind(x, kind) for x in (q, k, v)]
+    for options, these in cases:
+        assert close(nybble.attention(*arrays, **options), expected(these), "float32"), options
+    with_sinks = nybble.attention(*arrays, sinks=[0.5, -1])
+    assert close(with_sinks, expected(hidden(causal), sinks), "float32")
+
+
 # ---- GeGLU --------------------------------------------------------------------------------------
 
 
