@@ -2,6 +2,7 @@
 /* Where the tokens of attention may stand: behind padding, in pages, in a ring, in three parts. The
  * first three promise the bits of the same tokens laid out one after the other, on every ISA, path
  * and rounding; parts are held against the oracle. */
+#include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -45,6 +46,76 @@ static void test_starts(void **state) {
     assert_true(place_behind_padding(&scene, &random, &placed));
     assert_same_on_all(&scene, &placed, "starts");
     placed_free(&placed);
+    scene_free(&scene);
+  }
+}
+
+/* In bits as scene_bits() orders them: rows of `padded` from `start` on are those of `alone`, and
+ * the others are zeros, and -inf. */
+static void assert_rows_behind(attention_scene *alone, attention_scene *padded,
+                               placed_scene *placed, int64_t start) {
+  const attention_shape *s = &alone->shape;
+  const int64_t rows = s->query_len, padded_rows = rows + start, heads = s->query_heads;
+  const int64_t row_bytes = s->value_dim * (int64_t)nyb_dtype_bytes(s->out_dtype);
+  uint8_t *want = malloc((size_t)scene_bits_bytes(alone));
+  uint8_t *got = malloc((size_t)scene_bits_bytes(padded));
+  uint8_t *zeros = calloc(1, (size_t)row_bytes);
+  assert_true(want != NULL && got != NULL && zeros != NULL);
+  for (int path = NYB_PATH_FUSED; path <= NYB_PATH_COMPAT; path++) {
+    nyb_context *context = places_contexts[NYB_ISA_SCALAR][0];
+    assert_int_equal(scene_run(alone, &check_nybble, context, (nyb_path)path), NYB_OK);
+    scene_bits(alone, want);
+    places_run(padded, placed, NYB_ISA_SCALAR, 1, (nyb_path)path, got);
+    for (int64_t i = 0; i < heads * padded_rows; i++) {
+      const int64_t row = i % padded_rows - start, at = i / padded_rows * rows + row;
+      const float none = -INFINITY;
+      assert_memory_equal(got + i * row_bytes, row < 0 ? zeros : want + at * row_bytes, row_bytes);
+      assert_memory_equal(
+          got + heads * padded_rows * row_bytes + i * 4,
+          row < 0 ? (const uint8_t *)&none : want + heads * rows * row_bytes + at * 4, 4);
+    }
+  }
+  free(want);
+  free(got);
+  free(zeros);
+}
+
+/* Positions from the top left count the padding, too: row i + start of a padded call is row i of
+ * the sequence alone, and the rows before it see nothing. */
+static void test_starts_from_the_top_left(void **state) {
+  (void)state;
+  check_random random = {.state = 5};
+  for (int i = 0; i < PLACES_CASES / 4; i++) {
+    attention_shape shape =
+        places_random_shape("top left", places_random_most_tokens(&random), &random);
+    shape.batch = 1;
+    shape.mask = NYB_MASK_CAUSAL_TOP_LEFT;
+    shape.query_len = 5;
+    attention_scene scene, padded_scene;
+    placed_scene placed;
+    assert_true(scene_make(&scene, &shape));
+    assert_true(place_behind_padding(&scene, &random, &placed));
+    const int64_t start = placed.call.starts[0];
+    shape.query_len += start;
+    assert_true(scene_make(&padded_scene, &shape)); /* for its queries and outputs */
+    const int64_t q_bytes = shape.key_dim * (int64_t)nyb_dtype_bytes(shape.query_dtype);
+    for (int64_t row = 0; row < shape.query_heads * 5; row++) {
+      const nyb_input *to = &padded_scene.call.q, *from = &scene.call.q;
+      const int64_t bytes = (int64_t)nyb_dtype_bytes(shape.query_dtype);
+      const int64_t head = row / 5, at = row % 5;
+      memcpy((char *)(uintptr_t)to->data +
+                 (head * to->stride[1] + (at + start) * to->stride[2]) * bytes,
+             (const char *)from->data + (head * from->stride[1] + at * from->stride[2]) * bytes,
+             (size_t)q_bytes);
+    }
+    check_buffer_seal(&padded_scene.q);
+    placed.call.q = padded_scene.call.q;
+    placed.call.out = padded_scene.call.out;
+    placed.call.lse = padded_scene.call.lse;
+    placed.call.query_len = shape.query_len;
+    assert_rows_behind(&scene, &padded_scene, &placed, start);
+    placed_free(&placed);
+    scene_free(&padded_scene);
     scene_free(&scene);
   }
 }
@@ -346,10 +417,15 @@ static void test_refused_together(void **state) {
 
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_starts),        cmocka_unit_test(test_pages),
-      cmocka_unit_test(test_ring),          cmocka_unit_test(test_refused_starts),
-      cmocka_unit_test(test_refused_pages), cmocka_unit_test(test_refused_ring),
-      cmocka_unit_test(test_refused_parts), cmocka_unit_test(test_refused_together),
+      cmocka_unit_test(test_starts),
+      cmocka_unit_test(test_starts_from_the_top_left),
+      cmocka_unit_test(test_pages),
+      cmocka_unit_test(test_ring),
+      cmocka_unit_test(test_refused_starts),
+      cmocka_unit_test(test_refused_pages),
+      cmocka_unit_test(test_refused_ring),
+      cmocka_unit_test(test_refused_parts),
+      cmocka_unit_test(test_refused_together),
   };
   return cmocka_run_group_tests(tests, places_open, places_close);
 }
