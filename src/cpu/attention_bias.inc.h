@@ -1,25 +1,68 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* ---- What is done to scores before the softmax ---------------------------------------------- */
 
-/* -1/d for d in [1, 2] within 1.5 units of 2^-24; a division takes longer than all else here. The
- * parabola of least relative error, 1/99, which two Newton steps square twice. */
-ALWAYS_INLINE vf negative_reciprocal(vf d) {
-  vf r = vf_fma(d, vf_set1(-32.0f / 99), vf_set1(144.0f / 99));
-  r = vf_fma(d, r, vf_set1(-210.0f / 99));
-  r = vf_fma(r, vf_fma(d, r, vf_set1(1.0f)), r);
-  return vf_fma(r, vf_fma(d, r, vf_set1(1.0f)), r);
+enum { CAP_VECTORS = 4 }; /* side by side, since each step waits for the one before it */
+
+/* r = -1/d for d in [1, 2], within 1.5 units of 2^-24; a division takes longer than all else here.
+ * The parabola of least relative error, 1/99, which two Newton steps square twice. */
+ALWAYS_INLINE void negative_reciprocals(const vf *d, vf *r) {
+  UNROLL
+  for (int v = 0; v < CAP_VECTORS; v++) {
+    r[v] = vf_fma(d[v], vf_set1(-32.0f / 99), vf_set1(144.0f / 99));
+    r[v] = vf_fma(d[v], r[v], vf_set1(-210.0f / 99));
+  }
+  UNROLL
+  for (int step = 0; step < 2; step++) {
+    UNROLL
+    for (int v = 0; v < CAP_VECTORS; v++) {
+      r[v] = vf_fma(r[v], vf_fma(d[v], r[v], vf_set1(1.0f)), r[v]);
+    }
+  }
 }
 
-/* tanh(x) within 6 units of 2^-24 of itself (tests/test_attention_masks.c); NaN stays NaN. With
+/* tanh within 6 units of 2^-24 of itself (tests/test_attention_masks.c); NaN stays NaN. With
  * e = exp(-2|x|) - 1 it is -e / (2 + e). exp(y) is 2^n (1 + r slope), so e is
  * 2^n r slope + (2^n - 1), of two terms of one sign, the second of them exact: nothing cancels, and
  * a small x keeps its relative precision. From 2^-24 of 1 on, at -17, e is -1. */
-ALWAYS_INLINE vf tanh_of(vf x) {
-  const vf y = vf_max(vf_set1(-40.0f), vf_mul(vf_abs(x), vf_set1(-2.0f))); /* NaN, where x is */
-  const exp_parts exp = split_exp(y);
-  const vf e = vf_fma(exp.power, vf_mul(exp.slope, exp.r), vf_sub(exp.power, vf_set1(1.0f)));
-  const vf of_positive = vf_mul(e, negative_reciprocal(vf_add(vf_set1(2.0f), e)));
-  return vf_where_below(x, 0, vf_sub(vf_zero(), of_positive), of_positive);
+ALWAYS_INLINE void tanh_of(vf *x) {
+  vf y[CAP_VECTORS], e[CAP_VECTORS], d[CAP_VECTORS];
+  exp_parts exp[CAP_VECTORS];
+  UNROLL
+  for (int v = 0; v < CAP_VECTORS; v++) { /* NaN, where x is */
+    y[v] = vf_max(vf_set1(-40.0f), vf_mul(vf_abs(x[v]), vf_set1(-2.0f)));
+  }
+  split_exp(y, CAP_VECTORS, exp);
+  UNROLL
+  for (int v = 0; v < CAP_VECTORS; v++) {
+    const vf power_less_1 = vf_sub(exp[v].power, vf_set1(1.0f));
+    e[v] = vf_fma(exp[v].power, vf_mul(exp[v].slope, exp[v].r), power_less_1);
+    d[v] = vf_add(vf_set1(2.0f), e[v]);
+  }
+  negative_reciprocals(d, y);
+  UNROLL
+  for (int v = 0; v < CAP_VECTORS; v++) {
+    const vf of_positive = vf_mul(e[v], y[v]);
+    x[v] = vf_where_below(x[v], 0, vf_sub(vf_zero(), of_positive), of_positive);
+  }
+}
+
+/* What stands behind the tile's tokens means nothing, before and after. */
+ALWAYS_INLINE void cap_row(float *scores, float softcap, nyb_dtype round_to) {
+  const vf inverse = vf_set1(1 / softcap), cap = vf_set1(softcap);
+  for (int64_t t = 0; t < NYB_TILE_TOKENS; t += CAP_VECTORS * VECTOR_LANES) {
+    vf x[CAP_VECTORS];
+    UNROLL
+    for (int v = 0; v < CAP_VECTORS; v++) {
+      const vf s = round_score(vf_load(scores + t + v * VECTOR_LANES), round_to);
+      x[v] = round_score(vf_mul(s, inverse), round_to);
+    }
+    tanh_of(x);
+    UNROLL
+    for (int v = 0; v < CAP_VECTORS; v++) {
+      const vf s = round_score(vf_mul(round_score(x[v], round_to), cap), round_to);
+      vf_store(scores + t + v * VECTOR_LANES, s);
+    }
+  }
 }
 
 /* |position - token| as floats, for tokens from t on. */
@@ -61,20 +104,19 @@ ALWAYS_INLINE void bias_row(const nyb_bias_tile *tile, int64_t row, nyb_dtype ro
                             nyb_dtype mask_dtype) {
   const nyb_bias_row *r = &tile->of_rows[row];
   float *scores = tile->scores + row * NYB_TILE_TOKENS;
-  const vf softcap = vf_set1(tile->softcap), slope = vf_set1(-r->slope);
-  const vf inverse = vf_set1(1 / tile->softcap); /* or, where there is none, infinity, unused */
+  const vf slope = vf_set1(-r->slope);
+  if (tile->softcap != 0) cap_row(scores, tile->softcap, round_to);
+  if (tile->softcap != 0 && !masked && !tile->sloped) return;
   for (int64_t t = 0; t < tile->tokens; t += VECTOR_LANES) {
     vf s = round_score(vf_load(scores + t), round_to);
-    if (tile->softcap != 0) {
-      const vf share = round_score(vf_mul(s, inverse), round_to);
-      s = round_score(vf_mul(round_score(tanh_of(share), round_to), softcap), round_to);
-    }
     if (tile->sloped) {
       const vf bias = round_score(vf_mul(slope, distances_from(r->distance, t)), round_to);
       s = round_score(vf_add(s, bias), round_to);
     }
-    if (masked)
-      s = mask_score(s, load_mask(r->mask, t, tile->tokens, mask_dtype), mask_dtype, round_to);
+    if (masked) {
+      const vf mask = load_mask(r->mask, t, tile->tokens, mask_dtype);
+      s = mask_score(s, mask, mask_dtype, round_to);
+    }
     vf_store(scores + t, s);
   }
 }

@@ -12,23 +12,32 @@ typedef struct exp_parts {
   vf slope; /* (exp(r) - 1) / r */
 } exp_parts;
 
-ALWAYS_INLINE exp_parts split_exp(vf x) {
+/* Of `count` vectors, side by side: each step waits for the one before it. */
+ALWAYS_INLINE void split_exp(const vf *x, int count, exp_parts *parts) {
+  static const float terms[] = {0x1.1267d8p-7f, 0x1.555824p-5f, 0x1.555418p-3f, 0x1.fffffcp-2f,
+                                1.0f};
   const vf shift = vf_set1(0x1.8p23f + 127);
-  const vf biased = vf_fma(x, vf_set1(0x1.715476p+0f), shift);
-  const vf n = vf_sub(biased, shift);
-  vf r = vf_fma(n, vf_set1(-0x1.62e4p-1f), x);
-  r = vf_fma(n, vf_set1(-0x1.7f7d1cp-20f), r);
-  vf p = vf_set1(0x1.6ae6ep-10f);
-  p = vf_fma(p, r, vf_set1(0x1.1267d8p-7f));
-  p = vf_fma(p, r, vf_set1(0x1.555824p-5f));
-  p = vf_fma(p, r, vf_set1(0x1.555418p-3f));
-  p = vf_fma(p, r, vf_set1(0x1.fffffcp-2f));
-  p = vf_fma(p, r, vf_set1(1.0f));
-  return (exp_parts){.power = vf_power_of_low_bits(biased), .r = r, .slope = p};
+  UNROLL
+  for (int v = 0; v < count; v++) {
+    const vf biased = vf_fma(x[v], vf_set1(0x1.715476p+0f), shift);
+    const vf n = vf_sub(biased, shift);
+    const vf r = vf_fma(n, vf_set1(-0x1.62e4p-1f), x[v]);
+    parts[v].power = vf_power_of_low_bits(biased);
+    parts[v].r = vf_fma(n, vf_set1(-0x1.7f7d1cp-20f), r);
+    parts[v].slope = vf_set1(0x1.6ae6ep-10f);
+  }
+  UNROLL
+  for (int i = 0; i < 5; i++) {
+    UNROLL
+    for (int v = 0; v < count; v++) {
+      parts[v].slope = vf_fma(parts[v].slope, parts[v].r, vf_set1(terms[i]));
+    }
+  }
 }
 
 ALWAYS_INLINE vf exp_of_negative(vf x) {
-  const exp_parts parts = split_exp(x);
+  exp_parts parts;
+  split_exp(&x, 1, &parts);
   const vf p = vf_fma(parts.slope, parts.r, vf_set1(1.0f));
   return vf_zero_below(vf_mul(p, parts.power), x, -87.3f);
 }
