@@ -157,11 +157,15 @@ static nyb_cache *filled(const nyb_cache_options *options, int64_t tokens, uint6
 /* Everything that a cache holds, in one block: its lengths, then each row's bytes. */
 typedef struct contents {
   unsigned char *bytes;
-  size_t count;
+  size_t count, room;
 } contents;
 
 static void add(contents *to, const void *bytes, size_t count) {
-  to->bytes = realloc(to->bytes, to->count + count + 1);
+  if (to->count + count >= to->room) {
+    to->room = 2 * (to->count + count) + 1;
+    to->bytes = realloc(to->bytes, to->room);
+    assert_non_null(to->bytes);
+  }
   memcpy(to->bytes + to->count, bytes, count);
   to->count += count;
 }
