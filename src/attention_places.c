@@ -74,12 +74,14 @@ nyb_tile_tokens nyb_tile_at(const nyb_part_rows *rows, int64_t kv_head, const ny
                             int64_t tokens) {
   const nyb_stored *stored = rows->stored;
   const nyb_stored_row row = nyb_stored_row_at(stored, place->batch, kv_head, place->row);
-  const int64_t scale_bytes = (int64_t)rows->layout.scale_bytes;
+  /* The stride of a single token leads nowhere, and may be anything. */
+  const int64_t code_bytes = tokens > 1 ? (int64_t)rows->layout.code_bytes : 0;
+  const int64_t scale_bytes = tokens > 1 ? (int64_t)rows->layout.scale_bytes : 0;
   return (nyb_tile_tokens){
       .codes = row.codes,
       .scales = row.scales,
       .biases = row.biases,
-      .codes_stride_bytes = stored->codes_stride[2] * (int64_t)rows->layout.code_bytes,
+      .codes_stride_bytes = stored->codes_stride[2] * code_bytes,
       .scales_stride_bytes = stored->scales_stride[2] * scale_bytes,
       .biases_stride_bytes = stored->biases_stride[2] * scale_bytes,
       .dim = rows->dim,

@@ -521,6 +521,42 @@ static void test_negative_and_zero_strides(void **state) {
   scene_free(&scene);
 }
 
+/* The stride of an axis of length 1 is never looked at, whatever it is. */
+static void test_strides_of_single_tokens(void **state) {
+  (void)state;
+  attention_shape shape = small_shape();
+  attention_scene scene;
+  nyb_context *context = make_context(1);
+  shape.query_len = shape.capacity_tokens = 1;
+  for (int64_t b = 0; b < shape.batch; b++) shape.lengths[b] = 1;
+  make_scene(&scene, &shape);
+  run_scene(&scene, context);
+  const size_t bytes = (size_t)scene_bits_bytes(&scene);
+  uint8_t *plain = malloc(bytes), *wild = malloc(bytes);
+  assert_true(plain != NULL && wild != NULL);
+  scene_bits(&scene, plain);
+  nyb_stored *const stored[] = {&scene.call.k, &scene.call.v};
+  for (int i = 0; i < 2; i++) {
+    stored[i]->codes_stride[2] = stored[i]->scales_stride[2] = INT64_MAX;
+    stored[i]->biases_stride[2] = INT64_MIN;
+  }
+  scene.call.q.stride[2] = scene.call.out.stride[2] = scene.call.lse.stride[2] = INT64_MIN;
+  for (int path = NYB_PATH_FUSED; path <= NYB_PATH_COMPAT; path++) {
+    scene.call.path = path;
+    nyb_plan plan = plan_of(context, &scene.call);
+    void *workspace = aligned_alloc(64, plan.workspace_bytes);
+    assert_int_equal(nyb_attention_run(context, &scene.call, workspace, plan.workspace_bytes, NULL),
+                     NYB_OK);
+    free(workspace);
+    scene_bits(&scene, wild);
+    if (path == NYB_PATH_FUSED) assert_memory_equal(plain, wild, bytes);
+  }
+  free(plain);
+  free(wild);
+  nyb_context_destroy(context);
+  scene_free(&scene);
+}
+
 /* Field case 17: strides of 2^30 elements, and index 4 wraps in 32 bits. */
 static void test_batch_strides_beyond_32_bits(void **state) {
   (void)state;
@@ -1063,6 +1099,7 @@ int main(void) {
       cmocka_unit_test(test_workspace_of_shapes_alone),
       cmocka_unit_test(test_workspace_never_falls),
       cmocka_unit_test(test_negative_and_zero_strides),
+      cmocka_unit_test(test_strides_of_single_tokens),
       cmocka_unit_test(test_batch_strides_beyond_32_bits),
       cmocka_unit_test(test_causal_is_bottom_right),
       cmocka_unit_test(test_rows_that_see_nothing),
