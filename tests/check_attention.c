@@ -45,7 +45,8 @@ static bool find_cpu_kernels(check_run *run, const attention_shape *s, nyb_isa i
                       .scores = 2,
                       .values = 3};
   if (s->mask_array.kind != 0 || s->softcap != 0 || s->slopes) {
-    memmove(set->tallies + 4, set->tallies + 3, 2 * sizeof set->tallies[0]);
+    set->tallies[5] = set->tallies[4];
+    set->tallies[4] = set->tallies[3];
     set->tallies[3] = check_find(run, "attention_bias", "plain_f32", isa);
     set->scores = 3;
     set->values = 4;

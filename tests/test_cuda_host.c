@@ -348,6 +348,35 @@ static void host_pointers(void) {
 }
 
 /* What the CPU's checks refuse is refused here too, before the driver is asked. */
+/* What only the CPU has kernels for is refused by its name, by plan and run. */
+static void refuse_features(void) {
+  static const float heads[QUERY_HEADS];
+  const nyb_attention plain = calls.attention;
+  nyb_attention spoiled[6];
+  static const char *const words[] = {
+      "attention.mask NYB_MASK_CAUSAL_TOP_LEFT is set; the cuda backend has no kernel for it",
+      "attention.window_tokens is set",
+      "attention.mask_array is set",
+      "attention.sinks is set",
+      "attention.alibi_slopes is set",
+      "attention.softcap is set"};
+  for (int i = 0; i < 6; i++) spoiled[i] = plain;
+  spoiled[0].mask = NYB_MASK_CAUSAL_TOP_LEFT;
+  spoiled[1].window_tokens = 100;
+  spoiled[2].mask_array = (nyb_mask_array){.kind = NYB_MASK_ARRAY_BOOL, .tokens = 1 << 20};
+  spoiled[3].sinks = spoiled[4].alibi_slopes = heads;
+  spoiled[5].softcap = 30;
+  for (int i = 0; i < 6; i++) {
+    nyb_plan plan = NYB_PLAN_INIT;
+    calls.attention = spoiled[i];
+    MUST_FAIL(nyb_attention_plan(context, &calls.attention, &plan), NYB_ERROR_UNSUPPORTED,
+              words[i]);
+    MUST_FAIL(attention_fused(), NYB_ERROR_UNSUPPORTED, words[i]);
+    MUST_FAIL(attention_compat(), NYB_ERROR_UNSUPPORTED, words[i]);
+  }
+  calls.attention = plain;
+}
+
 static void descriptors(void) {
   open_all();
   make_calls();
@@ -375,6 +404,7 @@ static void descriptors(void) {
                                      .outs = &view,
                                      .lses = &view,
                                      .out = {.data = calls.out, .dtype = NYB_F32}};
+  refuse_features();
   MUST_FAIL(nyb_attention_merge_run(context, &merge, stream), NYB_ERROR_UNSUPPORTED,
             "nyb_attention_merge_run has no kernel on the cuda backend");
   MUST(launch_count == 0);
