@@ -174,9 +174,9 @@ bool scene_strays(attention_scene *scene, char *text, size_t text_size);
 int64_t scene_bits_bytes(const attention_scene *scene);
 void scene_bits(const attention_scene *scene, uint8_t *bits);
 
-/* How much of its tolerance an output's error takes, less what belongs to the output's own rounding:
- * half a unit in the last place, of subnormal numbers too; an infinity stands for all that rounds
- * to it. */
+/* How much of its tolerance an output's error takes, less what belongs to the output's own
+ * rounding: half a unit in the last place, of subnormal numbers too; an infinity stands for all
+ * that rounds to it. */
 double scene_share_of_tolerance(nyb_dtype dtype, double got, double want, double error);
 
 void scene_describe(const attention_scene *scene, char *text, size_t text_size);
