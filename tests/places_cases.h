@@ -16,7 +16,7 @@
 #include "attention_places.h"
 #include "check_attention.h"
 
-enum { PLACES_CASES = 40 };
+enum { PLACES_CASES = 24 };
 
 static const int64_t thread_counts[] = {1, 2, 3, 7};
 enum { THREAD_COUNTS = 4, ISAS = NYB_ISA_NEON + 1 };
