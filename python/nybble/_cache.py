@@ -214,7 +214,8 @@ class Cache:
                 lib.NYB_ERROR_UNSUPPORTED,
             )
         stored = getattr(view, name)
-        lead = (self.batch, self.kv_heads, len(self))
+        held = max(view.lengths[b] for b in range(self.batch))
+        lead = (self.batch, self.kv_heads, held)
         dtype = stored.format.dtype
 
         def array(member: str, dtype: int, row: int) -> Any:

@@ -124,10 +124,18 @@ def test_attention_in_halves(dtype: mx.Dtype, mask: Any) -> None:
         mask = mx.random.uniform(shape=(2, 1, 5, 33)) < 0.7
     elif mask == "add":
         mask = mx.random.normal((5, 33)).astype(dtype)
+    before = mx.array(q)  # mlx-lm's changes q where it is
     ours = nybble.mlx_lm._quantized_scaled_dot_product_attention(q, k, v, 0.125, mask, 64, 4)
-    # mlx-lm's changes q where it is.
     theirs = base.quantized_scaled_dot_product_attention(q, k, v, 0.125, mask, 64, 4)
     assert ours.dtype == dtype
+    # MLX's roundings are asked for (its sums on the CPU are too rough to tell them by).
+    rows = (nybble.Quantized(*arrays, bits=4) for arrays in (k, v, k, v))
+    seen = "none" if mask is None else mask
+    by_rounding = [
+        nybble.attention(before, next(rows), next(rows), scale=0.125, mask=seen, rounding=rounding)
+        for rounding in ("mlx", "exact")
+    ]
+    assert mx.array_equal(ours, by_rounding[0]) and not mx.array_equal(ours, by_rounding[1])
     # Scores are rounded to the dtype by both, in sums of different order, so that a weight may
     # differ by an ulp of its score (4 at most, hence 2 units); the output is rounded once more.
     unit = 2.0**-10 if dtype == mx.float16 else 2.0**-7

@@ -258,16 +258,17 @@ def test_padding_changes_no_bit() -> None:
     assert cache.get_seq_length() == 20
 
 
-def test_without_a_nybble_cache() -> None:
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_without_a_nybble_cache(kind: str) -> None:
     """Plain tensors: no cache, and transformers' own."""
-    model, eager = tiny("llama", "nybble"), tiny("llama", "eager")
+    model, eager = tiny(kind, "nybble"), tiny(kind, "eager")
     ids, mask = left_padded()
     for options in ({"use_cache": False}, {"attention_mask": mask, "use_cache": False}):
         found, expected = (m(ids, **options).logits for m in (model, eager))
         seen = options.get("attention_mask", torch.ones_like(ids)).bool()
         expect_same(found[seen], expected[seen], ONE_LAYER)
     parts = [12, 6, 1, 1]
-    both = (teacher_forced(m, DynamicCache(), ids, parts) for m in (model, eager))
+    both = (teacher_forced(m, DynamicCache(config=m.config), ids, parts) for m in (model, eager))
     expect_same(*both, ONE_LAYER)  # nothing is quantized
 
 
