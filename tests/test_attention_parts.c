@@ -20,7 +20,7 @@ enum { CHUNK_TOKENS = 1024 };
 static void test_fused_against_the_oracle(void **state) {
   (void)state;
   check_random random = {.state = 11};
-  for (int i = 0; i < PLACES_CASES; i++) {
+  for (int i = 0; i < places_cases(); i++) {
     attention_shape shapes[SCENE_PARTS];
     parts_scene c;
     places_random_parts(&random, shapes);
@@ -69,7 +69,7 @@ static void test_compat_equals_plain_floats(void **state) {
   (void)state;
   const nyb_format floats = {.scheme = NYB_PLAIN, .dtype = NYB_F32};
   check_random random = {.state = 12};
-  for (int i = 0; i < PLACES_CASES; i++) {
+  for (int i = 0; i < places_cases(); i++) {
     attention_shape shapes[SCENE_PARTS];
     parts_scene c;
     attention_scene whole;
@@ -88,7 +88,7 @@ static void test_compat_equals_plain_floats(void **state) {
 static void test_whole_chunks_are_one_sequence(void **state) {
   (void)state;
   check_random random = {.state = 13};
-  for (int i = 0; i < PLACES_CASES / 2; i++) {
+  for (int i = 0; i < places_cases() / 2; i++) {
     attention_shape shapes[SCENE_PARTS];
     parts_scene c;
     attention_scene whole;

@@ -36,7 +36,7 @@ static void assert_same_on_all(attention_scene *scene, placed_scene *placed, con
 static void test_starts(void **state) {
   (void)state;
   check_random random = {.state = 1};
-  for (int i = 0; i < PLACES_CASES; i++) {
+  for (int i = 0; i < places_cases(); i++) {
     attention_shape shape =
         places_random_shape("starts", places_random_most_tokens(&random), &random);
     if (i % 2 == 0) places_add_features(&random, &shape);
@@ -85,7 +85,7 @@ static void assert_rows_behind(attention_scene *alone, attention_scene *padded,
 static void test_starts_from_the_top_left(void **state) {
   (void)state;
   check_random random = {.state = 5};
-  for (int i = 0; i < PLACES_CASES / 4; i++) {
+  for (int i = 0; i < places_cases() / 4; i++) {
     attention_shape shape =
         places_random_shape("top left", places_random_most_tokens(&random), &random);
     shape.batch = 1;
@@ -123,7 +123,7 @@ static void test_starts_from_the_top_left(void **state) {
 static void test_pages(void **state) {
   (void)state;
   check_random random = {.state = 2};
-  for (int i = 0; i < 2 * PLACES_CASES; i++) {
+  for (int i = 0; i < 2 * places_cases(); i++) {
     attention_shape shape =
         places_random_shape("pages", places_random_most_tokens(&random), &random);
     if (i % 2 == 0) places_add_features(&random, &shape);
@@ -145,7 +145,7 @@ static void test_pages(void **state) {
 static void test_ring(void **state) {
   (void)state;
   check_random random = {.state = 3};
-  for (int i = 0; i < PLACES_CASES; i++) {
+  for (int i = 0; i < places_cases(); i++) {
     attention_shape shape =
         places_random_shape("ring", places_random_most_tokens(&random), &random);
     if (i % 2 == 0) places_add_features(&random, &shape);
