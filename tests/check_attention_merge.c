@@ -375,6 +375,11 @@ static merge_case case_at(int64_t turn) {
 void check_attention_merge(check_run *run) {
   check_tally *tally = check_find(run, "attention_merge", "", NYB_ISA_SCALAR);
   if (tally == NULL) return;
+  if (run->options.library->merge == NULL) {
+    tally->skipped = 1;
+    tally->skip_reason = "calls staged for a GPU have no merge";
+    return;
+  }
   check_random random = {.state = 5};
   const int64_t turns = LSES_COUNT * OUTS_COUNT * (run->options.quick ? 3 : 30);
   for (int64_t turn = 0; turn < turns; turn++) {
