@@ -442,7 +442,7 @@ typedef struct nyb_attention {
   const float *sinks;
   /* Optional, [query_heads]; the position is the window's. */
   const float *alibi_slopes;
-  float softcap;    /* finite and positive; 0: none */
+  float softcap;    /* 2^-126 to 2^126; 0: none */
   int32_t reserved; /* 0 */
   nyb_pages pages;
   nyb_ring ring;

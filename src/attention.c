@@ -152,8 +152,10 @@ static nyb_status check_softcap(const nyb_attention *a) {
     return nyb_fail(NYB_ERROR_NON_FINITE, "attention.softcap is %s; it must be finite",
                     nyb_non_finite_name(a->softcap));
   }
-  if (a->softcap < 0) {
-    return nyb_fail(NYB_ERROR_VALUE, "attention.softcap is %g; it must be positive, or 0 (none)",
+  /* Beyond, 1/softcap would be no number of full precision. */
+  if (a->softcap != 0 && !(a->softcap >= 0x1p-126f && a->softcap <= 0x1p126f)) {
+    return nyb_fail(NYB_ERROR_VALUE,
+                    "attention.softcap is %g; it must be 2^-126 to 2^126, or 0 (none)",
                     (double)a->softcap);
   }
   if (a->reserved != 0) {

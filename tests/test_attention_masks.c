@@ -633,6 +633,8 @@ static void test_refusals(void **state) {
   REFUSED(window_keep_tokens, -4, NYB_ERROR_SHAPE, "attention.window_keep_tokens is -4");
   REFUSED(window_keep_tokens, 4, NYB_ERROR_VALUE, "without a window it must be 0");
   REFUSED(softcap, -1, NYB_ERROR_VALUE, "attention.softcap is -1");
+  REFUSED(softcap, 1e-40f, NYB_ERROR_VALUE, "it must be 2^-126 to 2^126");
+  REFUSED(softcap, 2e38f, NYB_ERROR_VALUE, "attention.softcap is 2e+38");
   REFUSED(softcap, NAN, NYB_ERROR_NON_FINITE, "attention.softcap is NaN");
   REFUSED(softcap, INFINITY, NYB_ERROR_NON_FINITE, "attention.softcap is infinity");
   REFUSED(reserved, 3, NYB_ERROR_VALUE, "attention.reserved is 3");

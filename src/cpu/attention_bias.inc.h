@@ -3,33 +3,41 @@
 
 enum { CAP_VECTORS = 4 }; /* side by side, since each step waits for the one before it */
 
-/* r = -1/d for d in [1, 2], within 1.5 units of 2^-24; a division takes longer than all else here.
- * The parabola of least relative error, 1/99, which two Newton steps square twice. */
+/* r = -1/d for d in [1, 2], within 1.5 units of 2^-24. Sixteen lanes' division takes longer than
+ * all else here; there the parabola of least relative error, 1/99, which two Newton steps square.
+ */
 ALWAYS_INLINE void negative_reciprocals(const vf *d, vf *r) {
   UNROLL
   for (int v = 0; v < CAP_VECTORS; v++) {
+    if (VECTOR_LANES < 16) {
+      r[v] = vf_div(vf_set1(-1.0f), d[v]);
+      continue;
+    }
     r[v] = vf_fma(d[v], vf_set1(-32.0f / 99), vf_set1(144.0f / 99));
     r[v] = vf_fma(d[v], r[v], vf_set1(-210.0f / 99));
   }
   UNROLL
-  for (int step = 0; step < 2; step++) {
+  for (int step = 0; step < 2 && VECTOR_LANES == 16; step++) {
+    vf rest[CAP_VECTORS];
     UNROLL
-    for (int v = 0; v < CAP_VECTORS; v++) {
-      r[v] = vf_fma(r[v], vf_fma(d[v], r[v], vf_set1(1.0f)), r[v]);
-    }
+    for (int v = 0; v < CAP_VECTORS; v++) rest[v] = vf_fma(d[v], r[v], vf_set1(1.0f));
+    UNROLL
+    for (int v = 0; v < CAP_VECTORS; v++) r[v] = vf_fma(r[v], rest[v], r[v]);
   }
 }
 
-/* tanh within 6 units of 2^-24 of itself (tests/test_attention_masks.c); NaN stays NaN. With
- * e = exp(-2|x|) - 1 it is -e / (2 + e). exp(y) is 2^n (1 + r slope), so e is
- * 2^n r slope + (2^n - 1), of two terms of one sign, the second of them exact: nothing cancels, and
- * a small x keeps its relative precision. From 2^-24 of 1 on, at -17, e is -1. */
-ALWAYS_INLINE void tanh_of(vf *x) {
+/* tanh(share * x), share positive, within 6 units of 2^-24 of that of the product as a float
+ * (tests/test_attention_masks.c); NaN stays NaN. With e = exp(-2|x|) - 1 it is -e / (2 + e).
+ * exp(y) is 2^n (1 + r slope), so e is 2^n r slope + (2^n - 1), of two terms of one sign, the
+ * second of them exact: nothing cancels, and a small x keeps its relative precision. From 2^-24 of
+ * 1 on, at -17, e is -1. */
+ALWAYS_INLINE void tanh_of(vf *x, vf share) {
   vf y[CAP_VECTORS], e[CAP_VECTORS], d[CAP_VECTORS];
   exp_parts exp[CAP_VECTORS];
+  const vf twice = vf_mul(share, vf_set1(-2.0f));
   UNROLL
   for (int v = 0; v < CAP_VECTORS; v++) { /* NaN, where x is */
-    y[v] = vf_max(vf_set1(-40.0f), vf_mul(vf_abs(x[v]), vf_set1(-2.0f)));
+    y[v] = vf_max(vf_set1(-40.0f), vf_mul(vf_abs(x[v]), twice));
   }
   split_exp(y, CAP_VECTORS, exp);
   UNROLL
@@ -40,10 +48,7 @@ ALWAYS_INLINE void tanh_of(vf *x) {
   }
   negative_reciprocals(d, y);
   UNROLL
-  for (int v = 0; v < CAP_VECTORS; v++) {
-    const vf of_positive = vf_mul(e[v], y[v]);
-    x[v] = vf_where_below(x[v], 0, vf_sub(vf_zero(), of_positive), of_positive);
-  }
+  for (int v = 0; v < CAP_VECTORS; v++) x[v] = vf_take_sign(vf_mul(e[v], y[v]), x[v]);
 }
 
 /* What stands behind the tile's tokens means nothing, before and after. */
@@ -53,10 +58,10 @@ ALWAYS_INLINE void cap_row(float *scores, float softcap, nyb_dtype round_to) {
     vf x[CAP_VECTORS];
     UNROLL
     for (int v = 0; v < CAP_VECTORS; v++) {
-      const vf s = round_score(vf_load(scores + t + v * VECTOR_LANES), round_to);
-      x[v] = round_score(vf_mul(s, inverse), round_to);
+      x[v] = round_score(vf_load(scores + t + v * VECTOR_LANES), round_to);
+      if (round_to != NYB_F32) x[v] = round_score(vf_mul(x[v], inverse), round_to);
     }
-    tanh_of(x);
+    tanh_of(x, round_to == NYB_F32 ? inverse : vf_set1(1.0f));
     UNROLL
     for (int v = 0; v < CAP_VECTORS; v++) {
       const vf s = round_score(vf_mul(round_score(x[v], round_to), cap), round_to);

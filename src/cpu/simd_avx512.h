@@ -26,6 +26,10 @@ static inline vf vf_sub(vf a, vf b) { return _mm512_sub_ps(a, b); }
 static inline vf vf_mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 static inline vf vf_max(vf a, vf b) { return _mm512_max_ps(a, b); }
+static inline vf vf_div(vf a, vf b) { return _mm512_div_ps(a, b); }
+static inline vf vf_take_sign(vf a, vf b) {
+  return _mm512_or_ps(a, _mm512_and_ps(b, _mm512_set1_ps(-0.0f)));
+}
 static inline vf vf_abs(vf a) { return _mm512_abs_ps(a); }
 static inline float vf_reduce_add(vf a) { return _mm512_reduce_add_ps(a); }
 static inline float vf_reduce_max(vf a) { return _mm512_reduce_max_ps(a); }

@@ -26,6 +26,8 @@ static inline vf vf_sub(vf a, vf b) { return vsubq_f32(a, b); }
 static inline vf vf_mul(vf a, vf b) { return vmulq_f32(a, b); }
 static inline vf vf_fma(vf a, vf b, vf c) { return vfmaq_f32(c, a, b); }
 static inline vf vf_max(vf a, vf b) { return vbslq_f32(vcgtq_f32(a, b), a, b); }
+static inline vf vf_div(vf a, vf b) { return vdivq_f32(a, b); }
+static inline vf vf_take_sign(vf a, vf b) { return vbslq_f32(vdupq_n_u32(0x80000000u), b, a); }
 static inline vf vf_abs(vf a) { return vabsq_f32(a); }
 static inline float vf_reduce_add(vf a) { return vaddvq_f32(a); }
 static inline float vf_reduce_max(vf a) { return vmaxvq_f32(a); }

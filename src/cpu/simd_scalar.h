@@ -26,7 +26,12 @@ static inline vf vf_mul(vf a, vf b) { return a * b; }
 static inline vf vf_fma(vf a, vf b, vf c) { return a * b + c; }
 /* The larger one; b where either is NaN. */
 static inline vf vf_max(vf a, vf b) { return a > b ? a : b; }
+static inline vf vf_div(vf a, vf b) { return a / b; }
 static inline vf vf_abs(vf a) { return fabsf(a); }
+/* a, which is not negative, with the sign of b */
+static inline vf vf_take_sign(vf a, vf b) {
+  return nyb_f32_from_bits(nyb_bits_from_f32(a) | (nyb_bits_from_f32(b) & 0x80000000u));
+}
 static inline float vf_reduce_add(vf a) { return a; }
 static inline float vf_reduce_max(vf a) { return a; }
 static inline vf vf_from_vi(vi a) { return (float)a; }
