@@ -18,6 +18,7 @@
 
 #include <cmocka.h>
 
+#include "expect.h"
 #include "nybble.h"
 
 /* ---- A context whose memory is counted, poisoned, and can run out ---------------------------- */
@@ -77,21 +78,6 @@ static const char *in_folder(const char *name) {
   return path[next];
 }
 
-#define expect_ok(call)                                                \
-  do {                                                                 \
-    if ((call) != NYB_OK) fail_msg("%s: %s", #call, nyb_last_error()); \
-  } while (0)
-
-#define expect_error(call, wanted, words) expect_failure((call), wanted, words, #call)
-
-static void expect_failure(nyb_status status, nyb_status wanted, const char *words,
-                           const char *call) {
-  if (status != wanted || strstr(nyb_last_error(), words) == NULL) {
-    fail_msg("%s: %s: %s; wanted %s with \"%s\"", call, nyb_status_name(status), nyb_last_error(),
-             nyb_status_name(wanted), words);
-  }
-}
-
 /* ---- Caches ---------------------------------------------------------------------------------- */
 
 static const nyb_format affine4 = {NYB_AFFINE, 4, 64, NYB_BF16};
@@ -99,18 +85,6 @@ static const nyb_format affine8 = {NYB_AFFINE, 8, 64, NYB_BF16};
 static const nyb_format affine3 = {NYB_AFFINE, 3, 32, NYB_F16};
 static const nyb_format plain_bf16 = {NYB_PLAIN, 0, 0, NYB_BF16};
 static const nyb_format plain_f32 = {NYB_PLAIN, 0, 0, NYB_F32};
-
-static nyb_cache_options options_of(int64_t batch, int64_t kv_heads, nyb_format key_format,
-                                    int64_t key_dim, nyb_format value_format, int64_t value_dim) {
-  nyb_cache_options options = NYB_CACHE_OPTIONS_INIT;
-  options.batch = batch;
-  options.kv_heads = kv_heads;
-  options.key_dim = key_dim;
-  options.value_dim = value_dim;
-  options.key_format = key_format;
-  options.value_format = value_format;
-  return options;
-}
 
 static nyb_cache *make_cache(const nyb_cache_options *options) {
   nyb_cache *cache = NULL;

@@ -16,6 +16,7 @@
 
 #include "../src/cache.h"
 #include "check.h"
+#include "expect.h"
 #include "nybble.h"
 #include "oracle.h"
 
@@ -79,21 +80,6 @@ static int tear_down(void **state) {
   (void)state;
   nyb_context_destroy(context);
   return memory.live_blocks == 0 ? 0 : -1;
-}
-
-#define expect_ok(call)                                                \
-  do {                                                                 \
-    if ((call) != NYB_OK) fail_msg("%s: %s", #call, nyb_last_error()); \
-  } while (0)
-
-#define expect_error(call, wanted, words) expect_failure((call), wanted, words, #call)
-
-static void expect_failure(nyb_status status, nyb_status wanted, const char *words,
-                           const char *call) {
-  if (status != wanted || strstr(nyb_last_error(), words) == NULL) {
-    fail_msg("%s: %s: %s; wanted %s with \"%s\"", call, nyb_status_name(status), nyb_last_error(),
-             nyb_status_name(wanted), words);
-  }
 }
 
 /* ---- Tokens -----------------------------------------------------------------------------------
