@@ -127,6 +127,10 @@ build() {
   esac
   mkdir -p "$folder" "$peers_dir/bin"
 
+  # What another checkout of nybble configured is taken over; its objects stay.
+  if ! grep -qsxF "CMAKE_HOME_DIRECTORY:INTERNAL=$here" "$folder/CMakeCache.txt"; then
+    rm -f "$folder/CMakeCache.txt"
+  fi
   say "$variant: configuring in $folder (OpenMP $openmp)"
   cmake -S "$here" -B "$folder" --no-warn-unused-cli -DCMAKE_BUILD_TYPE=Release \
     -DBUILD_SHARED_LIBS=OFF -DGGML_STATIC=OFF -DGGML_BACKEND_DL=OFF -DGGML_CCACHE=OFF -DGGML_OPENMP="$openmp" "${isa_options[@]}" \
