@@ -238,10 +238,11 @@ typedef struct fused_run {
 typedef struct unit {
   int64_t batch, kv_head;
   int64_t first_row, rows;
-  int64_t length;           /* of the sequence alone, from its start on */
-  int64_t keep_end, begin;  /* no row sees a token from keep_end up to begin... */
-  int64_t visible;          /* ... or from here on */
-  const part_run *prepared; /* for whose keys the worker's queries are prepared, or NULL */
+  int64_t length;             /* of the sequence alone, from its start on */
+  int64_t keep_end, begin;    /* no row sees a token from keep_end up to begin... */
+  int64_t visible;            /* ... or from here on */
+  int64_t all_begin, all_end; /* every row sees the tokens from all_begin up to all_end */
+  const part_run *prepared;   /* for whose keys the worker's queries are prepared, or NULL */
 } unit;
 
 static unit unit_at(const fused_run *run, int64_t index) {
@@ -255,10 +256,13 @@ static unit unit_at(const fused_run *run, int64_t index) {
   u.rows = all_rows - u.first_row < NYB_TILE_ROWS ? all_rows - u.first_row : NYB_TILE_ROWS;
   u.length = nyb_sequence_tokens(a, u.batch);
   const int64_t last_row = u.first_row + u.rows - 1, heads = run->call->heads_per_kv;
+  const nyb_sight first = nyb_sight_of(a, u.batch, u.first_row / heads);
   const nyb_sight last = nyb_sight_of(a, u.batch, last_row / heads);
   u.keep_end = last.keep_end;
-  u.begin = nyb_sight_of(a, u.batch, u.first_row / heads).begin;
+  u.begin = first.begin;
   u.visible = last.end;
+  u.all_begin = last.begin;
+  u.all_end = a->mask_array.kind == 0 ? first.end : 0;
   return u;
 }
 
@@ -337,44 +341,67 @@ static void prepare_queries(const fused_run *run, unit *u, const part_run *part,
 /* ---- Tiles of tokens ------------------------------------------------------------------------ */
 
 /* Up to NYB_TILE_TOKENS tokens of one part; 0 tokens: none. */
-typedef struct tile_place {
+typedef struct token_tile {
   int64_t first, tokens;
-  nyb_place place; /* of the first */
-} tile_place;
+  nyb_place place;      /* of the first */
+  nyb_tile_tokens k, v; /* rows from there up to the first gap */
+} token_tile;
 
-static tile_place tile_place_of(const fused_run *run, const unit *u, int64_t first, int64_t end) {
-  tile_place at = {.first = first};
-  if (first >= end) return at;
-  at.place = nyb_place_of(run->call->attention, u->batch, first);
-  if (at.place.part_end < end) end = at.place.part_end;
-  at.tokens = end - first < NYB_TILE_TOKENS ? end - first : NYB_TILE_TOKENS;
-  return at;
+static const part_run *part_at(const fused_run *run, const token_tile *tile) {
+  return &run->parts[tile->place.part];
 }
 
-/* The tile's rows where they stand, if they follow each other; else they are gathered, packed. */
-static nyb_tile_tokens tile_of(const fused_run *run, const unit *u, const nyb_part_rows *rows,
-                               const tile_place *at, const worker_memory *memory) {
-  if (at->place.run >= at->tokens) return nyb_tile_at(rows, u->kv_head, &at->place, at->tokens);
-  return nyb_gather_tile(run->call->attention, u->batch, u->kv_head, rows, at->first, at->tokens,
-                         memory->gathered);
+/* The tile of u's tokens that begins with `first`. Where its rows follow those of the tile before
+ * it (NULL: none is known), it need not be looked up where they stand. */
+static void find_tile(const fused_run *run, const unit *u, const token_tile *before, int64_t first,
+                      int64_t end, token_tile *tile) {
+  tile->first = first;
+  tile->tokens = 0;
+  if (first >= end) return;
+  const int64_t steps = before == NULL ? 0 : first - before->first;
+  if (before != NULL && steps < before->place.run) {
+    tile->place = before->place;
+    tile->place.row += steps;
+    tile->place.run -= steps;
+  } else {
+    tile->place = nyb_place_of(run->call->attention, u->batch, first);
+  }
+  const nyb_place *place = &tile->place;
+  if (place->part_end < end) end = place->part_end;
+  tile->tokens = end - first < NYB_TILE_TOKENS ? end - first : NYB_TILE_TOKENS;
+  const int64_t rows = place->run < tile->tokens ? place->run : tile->tokens;
+  const part_run *part = part_at(run, tile);
+  tile->k = nyb_tile_at(&part->k, u->kv_head, place, rows);
+  tile->v = nyb_tile_at(&part->v, u->kv_head, place, rows);
+}
+
+static void shorten_tile(token_tile *tile, int64_t end) {
+  if (tile->tokens <= end - tile->first) return;
+  tile->tokens = end - tile->first;
+  if (tile->k.tokens > tile->tokens) tile->k.tokens = tile->v.tokens = tile->tokens;
+}
+
+/* Its rows of K or of V where they stand, if they follow each other; else gathered, packed. */
+static nyb_tile_tokens whole_tile(const fused_run *run, const unit *u, const nyb_part_rows *rows,
+                                  const token_tile *tile, const nyb_tile_tokens *first,
+                                  const worker_memory *memory) {
+  if (first->tokens >= tile->tokens) return *first;
+  return nyb_gather_tile(run->call->attention, u->batch, u->kv_head, rows, tile->first,
+                         tile->tokens, memory->gathered);
 }
 
 /* Scales and biases are few lines, which are asked for here; codes are left to the kernel. Of a
  * tile that will be gathered, the rows up to the first gap. */
-static nyb_ahead ahead_of(const unit *u, const nyb_part_rows *rows, const tile_place *at) {
-  nyb_ahead ahead = {0};
-  if (at->tokens == 0) return ahead;
-  const int64_t tokens = at->place.run < at->tokens ? at->place.run : at->tokens;
-  const nyb_tile_tokens tile = nyb_tile_at(rows, u->kv_head, &at->place, tokens);
-  ahead.first = tile.codes;
-  ahead.stride_bytes = tile.codes_stride_bytes;
-  ahead.rows = tokens;
-  ahead.row_bytes = rows->layout.codes_bytes;
+static nyb_ahead ahead_of(const nyb_part_rows *rows, const nyb_tile_tokens *first) {
+  const nyb_ahead ahead = {.first = first->codes,
+                           .stride_bytes = first->codes_stride_bytes,
+                           .rows = first->tokens,
+                           .row_bytes = rows->layout.codes_bytes};
   if (!rows->layout.affine) return ahead;
-  const int64_t stride = tile.scales_stride_bytes, step = stride > 64 ? stride : 64;
-  for (int64_t byte = 0; byte < tokens * stride; byte += step) {
-    __builtin_prefetch(tile.scales + byte);
-    __builtin_prefetch(tile.biases + byte);
+  const int64_t stride = first->scales_stride_bytes, step = stride > 64 ? stride : 64;
+  for (int64_t byte = 0; byte < first->tokens * stride; byte += step) {
+    __builtin_prefetch(first->scales + byte);
+    __builtin_prefetch(first->biases + byte);
   }
   return ahead;
 }
@@ -395,9 +422,15 @@ static token_span span_masked(const nyb_mask_array *mask, const char *mask_row, 
   return hidden ? (token_span){0, 0} : span;
 }
 
-/* Which of the tile's tokens each row sees; false where none sees any. */
-static bool find_spans(const fused_run *run, const unit *u, int64_t first, int64_t tokens,
-                       const worker_memory *memory) {
+typedef enum tile_sight { SEEN_BY_NONE, SEEN_IN_PART, SEEN_WHOLE } tile_sight;
+
+/* Which of the tile's tokens each row sees; memory->spans of those that are seen in part. */
+static tile_sight find_spans(const fused_run *run, const unit *u, int64_t first, int64_t tokens,
+                             const worker_memory *memory) {
+  if (first >= u->all_begin && first + tokens <= u->all_end) {
+    for (int64_t row = 0; row < u->rows; row++) memory->visible[row] = (int32_t)tokens;
+    return SEEN_WHOLE;
+  }
   const nyb_mask_array *mask = &run->call->attention->mask_array;
   bool any = false;
   for (int64_t row = 0; row < u->rows; row++) {
@@ -416,7 +449,7 @@ static bool find_spans(const fused_run *run, const unit *u, int64_t first, int64
     memory->visible[row] = spans.rest.end;
     any |= spans.rest.end > 0;
   }
-  return any;
+  return any ? SEEN_IN_PART : SEEN_BY_NONE;
 }
 
 static void bias_scores(const fused_run *run, const unit *u, int64_t first, int64_t tokens,
@@ -482,8 +515,8 @@ static void add_span(const fused_run *run, const part_run *part, nyb_tile_tokens
 
 /* Rows that see the same of the tile are summed together; what others see is not read for them,
  * whatever stands there. */
-static void add_values(const fused_run *run, const unit *u, const part_run *part, nyb_tile_tokens v,
-                       nyb_ahead ahead, const row_state *state, const worker_memory *memory) {
+static void add_spans(const fused_run *run, const unit *u, const part_run *part, nyb_tile_tokens v,
+                      nyb_ahead ahead, const row_state *state, const worker_memory *memory) {
   for (int64_t row = 0, next; row < u->rows; row = next) {
     const row_spans *spans = &memory->spans[row];
     for (next = row + 1; next < u->rows; next++) {
@@ -515,19 +548,19 @@ static void clear_state(const row_state *state, int64_t rows, int64_t padded_dim
 
 /* Adds a tile to *state; `next` is the one that follows, of this part or of the next. */
 static void attend_tile(const fused_run *run, const unit *u, const part_run *part,
-                        const tile_place *at, const tile_place *next, const row_state *state,
-                        const worker_memory *memory) {
+                        const token_tile *tile, tile_sight sight, const token_tile *next,
+                        const row_state *state, const worker_memory *memory) {
   const int64_t padded = nyb_padded_dim(part->v.dim);
   const nyb_score_tile scores = {.prepared = memory->prepared,
                                  .rows = u->rows,
                                  .precise = run->precise,
-                                 .k = tile_of(run, u, &part->k, at, memory),
-                                 .ahead = ahead_of(u, &part->v, at),
+                                 .k = whole_tile(run, u, &part->k, tile, &tile->k, memory),
+                                 .ahead = ahead_of(&part->v, &tile->v),
                                  .scores = memory->scores,
                                  .scratch = memory->scratch};
   part->scores(&scores);
-  if (run->bias != NULL) bias_scores(run, u, at->first, at->tokens, memory);
-  hide_unseen(u, memory);
+  if (run->bias != NULL) bias_scores(run, u, tile->first, tile->tokens, memory);
+  if (sight == SEEN_IN_PART) hide_unseen(u, memory);
   const nyb_softmax_tile softmax = {.scores = memory->scores,
                                     .rows = u->rows,
                                     .visible = memory->visible,
@@ -542,8 +575,15 @@ static void attend_tile(const fused_run *run, const unit *u, const part_run *par
       }
     }
   }
-  add_values(run, u, part, tile_of(run, u, &part->v, at, memory),
-             ahead_of(u, &run->parts[next->place.part].k, next), state, memory);
+  const nyb_tile_tokens v = whole_tile(run, u, &part->v, tile, &tile->v, memory);
+  nyb_ahead ahead = {0};
+  if (next->tokens > 0) ahead = ahead_of(&part_at(run, next)->k, &next->k);
+  if (sight == SEEN_IN_PART) {
+    add_spans(run, u, part, v, ahead, state, memory);
+  } else {
+    add_span(run, part, v, (token_span){0, (int32_t)tile->tokens}, 0, u->rows, ahead, state,
+             memory);
+  }
 }
 
 /* Leaves in *state, the columns in the order of the part's kernel, what the tokens from `begin` to
@@ -551,16 +591,16 @@ static void attend_tile(const fused_run *run, const unit *u, const part_run *par
 static void attend_tokens(const fused_run *run, unit *u, const part_run *part, int64_t begin,
                           int64_t end, int64_t next_end, const row_state *state,
                           const worker_memory *memory) {
+  token_tile tiles[2];
   clear_state(state, u->rows, nyb_padded_dim(part->v.dim));
   prepare_queries(run, u, part, memory);
-  tile_place at = tile_place_of(run, u, tile_from(u, begin), end);
-  while (at.first < end) {
-    const tile_place next = tile_place_of(run, u, tile_from(u, at.first + at.tokens), next_end);
-    if (find_spans(run, u, at.first, at.tokens, memory)) {
-      attend_tile(run, u, part, &at, &next, state, memory);
-    }
-    at = next;
-    if (at.tokens > end - at.first) at.tokens = end - at.first;
+  find_tile(run, u, NULL, tile_from(u, begin), end, &tiles[0]);
+  for (int at = 0; tiles[at].first < end; at = 1 - at) {
+    token_tile *tile = &tiles[at], *next = &tiles[1 - at];
+    shorten_tile(tile, end);
+    find_tile(run, u, tile, tile_from(u, tile->first + tile->tokens), next_end, next);
+    const tile_sight sight = find_spans(run, u, tile->first, tile->tokens, memory);
+    if (sight != SEEN_BY_NONE) attend_tile(run, u, part, tile, sight, next, state, memory);
   }
 }
 
