@@ -88,6 +88,9 @@ typedef struct row_run {
   const nyb_cache_part *part; /* the format to bring the rows to */
   nyb_quantize_fn kernel;
   nyb_quantize_span span;
+  /* From the rows of a head to those of the next one. */
+  int64_t input_stride_bytes; /* 0 where there is no other head */
+  const int64_t *plane_bytes; /* [NYB_CACHE_ARRAYS] of the target; NULL: nothing is written */
 } row_run;
 
 static void set_span(const append_work *work, row_run *run, const nyb_cache_part *part,
@@ -118,6 +121,7 @@ static void set_target(const append_work *work, row_run *run, const row_place *a
   const nyb_cache_part *part = &nyb_cache_parts_of(cache, place->region)[at->part];
   const nyb_cache_storage *storage =
       place->region == NYB_BODY ? work->body : nyb_cache_const_storage_of(cache, place->region);
+  run->plane_bytes = storage->plane_bytes[at->part];
   run->span.codes = row_address(cache, storage, part, at, NYB_CODES, place);
   run->span.scales = row_address(cache, storage, part, at, NYB_SCALES, place);
   run->span.biases = row_address(cache, storage, part, at, NYB_BIASES, place);
@@ -143,9 +147,10 @@ static row_run new_rows(const append_work *work, const row_place *at, int64_t mo
   run.rounded = cache->kind == NYB_CACHE_MIXED && !plain && input->dtype != part_dtype;
   run.kernel = plain ? work->plain_kernel : work->body_kernel[at->part];
   const int64_t element = nyb_row_offset(input->stride, at->sequence, at->head, at->token);
+  const int64_t element_bytes = (int64_t)nyb_dtype_bytes(input->dtype);
+  if (cache->kv_heads > 1) run.input_stride_bytes = input->stride[1] * element_bytes;
   set_span(work, &run, &(plain ? cache->plain : cache->part)[at->part],
-           (const char *)input->data + element * (int64_t)nyb_dtype_bytes(input->dtype),
-           input->dtype);
+           (const char *)input->data + element * element_bytes, input->dtype);
   if (!checks) set_target(work, &run, at, &place);
   return run;
 }
@@ -161,7 +166,8 @@ static row_run retired_rows(const append_work *work, const row_place *at, int64_
   const nyb_cache_place to =
       nyb_cache_place_of(cache, work->body->capacity_tokens, &at->after, at->sequence, token);
   row_run run = {.rows = nyb_smaller(nyb_smaller(most, end - token), from.rows),
-                 .kernel = work->body_kernel[at->part]};
+                 .kernel = work->body_kernel[at->part],
+                 .input_stride_bytes = cache->last.plane_bytes[at->part][NYB_CODES]};
   set_span(work, &run, &cache->part[at->part],
            row_address(cache, &cache->last, &cache->plain[at->part], at, NYB_CODES, &from),
            cache->options.part_dtype);
@@ -197,9 +203,7 @@ static int64_t quantize_piece(const append_work *work, const row_run *run, int64
   return run->kernel(&piece);
 }
 
-/* Groups done. */
-static int64_t quantize_run(const append_work *work, const row_run *run) {
-  if (!run->rounded) return run->kernel(&run->span);
+static int64_t quantize_rounded(const append_work *work, const row_run *run) {
   enum { BUFFER_BYTES = 4096 };
   _Alignas(64) char buffer[BUFFER_BYTES];
   const int64_t most = BUFFER_BYTES / (int64_t)sizeof(float) / run->span.group_size;
@@ -212,19 +216,43 @@ static int64_t quantize_run(const append_work *work, const row_run *run) {
   return run->span.groups;
 }
 
+/* Groups done. */
+static inline int64_t quantize_run(const append_work *work, const row_run *run) {
+  return run->rounded ? quantize_rounded(work, run) : run->kernel(&run->span);
+}
+
+/* The same rows of the sequence's next head, which lie alike. */
+static void move_to_next_head(row_run *run) {
+  nyb_quantize_span *span = &run->span;
+  span->input = (const char *)span->input + run->input_stride_bytes;
+  if (run->plane_bytes == NULL) return;
+  span->codes = (char *)span->codes + run->plane_bytes[NYB_CODES];
+  if (span->scales == NULL) return;
+  span->scales = (char *)span->scales + run->plane_bytes[NYB_SCALES];
+  span->biases = (char *)span->biases + run->plane_bytes[NYB_BIASES];
+}
+
 static void append_rows(void *task_data, int64_t task) {
   append_work *work = task_data;
   const int64_t end = nyb_smaller(work->rows, (task + 1) * work->rows_per_task);
   int64_t row = task * work->rows_per_task;
   row_place place = place_of(work, row);
   while (row < end) {
-    const row_run run = run_at(work, &place, nyb_smaller(end - row, work->tokens - place.token));
-    const int64_t done = run.skipped ? 0 : quantize_run(work, &run);
-    if (!run.skipped && done != run.span.groups) {
-      nyb_note_refused(&work->first_refused, row + done / run.part->layout.groups);
-      return;
+    row_run run = run_at(work, &place, nyb_smaller(end - row, work->tokens - place.token));
+    for (;;) {
+      const int64_t done = run.skipped ? 0 : quantize_run(work, &run);
+      if (!run.skipped && done != run.span.groups) {
+        nyb_note_refused(&work->first_refused, row + done / run.part->layout.groups);
+        return;
+      }
+      row += run.rows;
+      /* Only whole heads are known to lie alike. */
+      if (run.rows < work->tokens || end - row < work->tokens) break;
+      if (place.head + 1 == work->cache->kv_heads) break;
+      place.plane++;
+      place.head++;
+      move_to_next_head(&run);
     }
-    row += run.rows;
     step(work, &place, run.rows);
   }
 }
