@@ -48,15 +48,14 @@ void nybpy_cache_destroy(struct nybpy_cache *cache);
 void nybpy_set_view(void *view, uintptr_t data, int dtype, int64_t batch, int64_t head,
                     int64_t row);
 int nybpy_attend(nyb_context *context, const nyb_attention *attention,
-                        struct nybpy_workspace *workspace);
+                 struct nybpy_workspace *workspace);
 int nybpy_run(nyb_context *context, const nyb_cache *cache, nyb_attention *attention,
-                     struct nybpy_workspace *workspace);
-int nybpy_attention(nyb_context *context, const nyb_cache *cache, nyb_attention *call,
-                    struct nybpy_workspace *workspace, int64_t query_heads, int64_t query_len,
-                    uintptr_t q, int q_dtype, int64_t q_batch, int64_t q_head, int64_t q_row,
-                    uintptr_t out, int out_dtype, int64_t out_batch, int64_t out_head,
-                    int64_t out_row, float scale, int mask, int path, int rounding);
+              struct nybpy_workspace *workspace);
 void nybpy_free(struct nybpy_workspace *workspace);
+
+/* Memory of caches on a GPU, from PyTorch's allocator; user_data is the device's number. */
+extern "Python" void *nybpy_device_allocate(void *user_data, size_t bytes, size_t alignment);
+extern "Python" void nybpy_device_release(void *user_data, void *memory);
 """
 
 

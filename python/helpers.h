@@ -4,6 +4,7 @@
 #ifndef NYBBLE_PYTHON_HELPERS_H
 #define NYBBLE_PYTHON_HELPERS_H
 
+#include <math.h>
 #include <nybble.h>
 #include <stdatomic.h>
 #include <stdlib.h>
@@ -94,6 +95,9 @@ static inline void nybpy_set_view(void *view, uintptr_t data, int dtype, int64_t
   to->stride[2] = row;
 }
 
+/* 1 / sqrt(dim) in double precision, then rounded. */
+static inline float nybpy_usual_scale(int64_t dim) { return (float)(1.0 / sqrt((double)dim)); }
+
 /* Plans and runs, with NYBPY_NO_MEMORY where memory for it is lacking. */
 static inline int nybpy_attend(nyb_context *context, const nyb_attention *attention,
                                struct nybpy_workspace *workspace) {
@@ -119,30 +123,6 @@ static inline int nybpy_run(nyb_context *context, const nyb_cache *cache, nyb_at
     if (status != NYB_OK) return status;
   }
   return nybpy_attend(context, attention, workspace);
-}
-
-/* The whole call at once: where cache is not NULL the descriptor is made anew from it, else the
- * caller has filled in where the tokens are. */
-static inline int nybpy_attention(nyb_context *context, const nyb_cache *cache, nyb_attention *call,
-                                  struct nybpy_workspace *workspace, int64_t query_heads,
-                                  int64_t query_len, uintptr_t q, int q_dtype, int64_t q_batch,
-                                  int64_t q_head, int64_t q_row, uintptr_t out, int out_dtype,
-                                  int64_t out_batch, int64_t out_head, int64_t out_row, float scale,
-                                  int mask, int path, int rounding) {
-  if (cache != NULL) {
-    *call = (nyb_attention)NYB_ATTENTION_INIT;
-    const nyb_status status = nyb_cache_view(cache, call);
-    if (status != NYB_OK) return (int)status;
-  }
-  call->query_heads = query_heads;
-  call->query_len = query_len;
-  nybpy_set_view(&call->q, q, q_dtype, q_batch, q_head, q_row);
-  nybpy_set_view(&call->out, out, out_dtype, out_batch, out_head, out_row);
-  call->scale = scale;
-  call->mask = (nyb_mask)mask;
-  call->path = (nyb_path)path;
-  call->rounding = (nyb_rounding)rounding;
-  return nybpy_attend(context, call, workspace);
 }
 
 static inline void nybpy_free(struct nybpy_workspace *workspace) {

@@ -2,7 +2,8 @@
 """What the package knows of arrays: where one lies, and how to make one of the same kind.
 
 An array is read as (address, dtype, shape, strides in elements). No library of arrays is imported
-here: an array brings its own.
+here: an array brings its own. Where it lies, in host memory or on a GPU, is `device_of`'s to say;
+_place.py holds arrays of one call together.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from typing import Any, TypeAlias
 from ._errors import refuse
 from ._nybble import ffi, lib
 
-#: A NumPy array, a PyTorch tensor in CPU memory, an MLX array, or any object with `__dlpack__`.
+#: A NumPy array, a PyTorch tensor (on the CPU or a CUDA device), an MLX array, or any object with
+#: `__dlpack__` in CPU memory.
 Array: TypeAlias = Any
 
 Reading: TypeAlias = tuple[int, int, Sequence[int], Sequence[int]]
@@ -23,6 +25,7 @@ Reading: TypeAlias = tuple[int, int, Sequence[int], Sequence[int]]
 # nyb_dtype for floats; the others are numbers of this file's own, which no float field accepts.
 F32, F16, BF16 = lib.NYB_F32, lib.NYB_F16, lib.NYB_BF16
 BOOL, U32, I32, U16, OTHER = 100, 101, 102, 103, 199
+HOST = -1  # the device of what is in CPU memory
 BYTES = {F32: 4, F16: 2, BF16: 2, BOOL: 1, U32: 4, I32: 4, U16: 2}
 
 _IDS = {
@@ -65,9 +68,10 @@ def float_id(dtype: Any) -> int:
 
 
 def _read_torch(array: Any) -> Reading:
-    if not array.is_cpu:
+    if not (array.is_cpu or array.is_cuda):
         raise refuse(
-            f"a tensor is on {array.device}; it must be in CPU memory", lib.NYB_ERROR_POINTER
+            f"a tensor is on {array.device}; it must be in CPU memory or on a CUDA device",
+            lib.NYB_ERROR_POINTER,
         )
     return array.data_ptr(), _dtype_of(array.dtype), array.shape, array.stride()
 
@@ -98,7 +102,8 @@ def _read_dlpack(array: Any) -> Reading:
     tensor = ffi.cast("struct nybpy_dlpack *", _capsule_pointer(capsule, b"dltensor"))
     if tensor.device_type != _DLPACK_CPU:
         raise refuse(
-            f"an array is on DLPack device {tensor.device_type}; it must be in CPU memory",
+            f"an array is on DLPack device {tensor.device_type}; it must be in CPU memory, or a "
+            "PyTorch tensor",
             lib.NYB_ERROR_POINTER,
         )
     rank = tensor.rank
@@ -173,6 +178,14 @@ def read(array: Array) -> Reading:
     return reader(array)
 
 
+def device_of(array: Array) -> int:
+    """The number of the CUDA device that has a PyTorch tensor; HOST for any other array."""
+    ask = getattr(array, "get_device", None)
+    if ask is None or array.is_cpu:
+        return HOST
+    return int(ask())
+
+
 def contiguous_strides(shape: Sequence[int]) -> list[int]:
     strides, step = [], 1
     for size in reversed(shape):
@@ -238,11 +251,11 @@ def _numpy_dtype(dtype: int, like: Any) -> Any:
 
 
 def empty(like: Array, shape: Sequence[int], dtype: int) -> Array:
-    """A new contiguous array of the kind that `like` is, to be written."""
+    """A new contiguous array of the kind that `like` is and where it is, to be written."""
     kind = _module_of(like)
     if kind == "torch":
         torch = sys.modules["torch"]
-        return torch.empty(tuple(shape), dtype=getattr(torch, NAMES[dtype]))
+        return torch.empty(tuple(shape), dtype=getattr(torch, NAMES[dtype]), device=like.device)
     if kind == "mlx":
         import mlx.core as mx
 
@@ -255,10 +268,24 @@ def empty(like: Array, shape: Sequence[int], dtype: int) -> Array:
     return numpy.empty(tuple(shape), _numpy_dtype(dtype, like))
 
 
+class _DeviceMemory:
+    """Memory of a GPU as PyTorch takes it."""
+
+    def __init__(self, address: int, count: int, words: str) -> None:
+        self.__cuda_array_interface__ = {
+            "data": (address, False),
+            "shape": (count,),
+            "typestr": words,
+            "version": 3,
+        }
+
+
 def over_memory(
-    kind: str, pointer: Any, dtype: int, shape: Sequence[int], strides: Sequence[int]
+    kind: str, pointer: Any, dtype: int, shape: Sequence[int], strides: Sequence[int], device: int
 ) -> Array:
-    """An array over memory of the library's: "numpy" or "torch"."""
+    """An array over memory of the library's: "numpy" or "torch"; on a GPU "torch" alone."""
+    if device != HOST:
+        return _over_device_memory(kind, pointer, dtype, shape, strides, device)
     count = 1 + sum((size - 1) * step for size, step in zip(shape, strides))
     memory = b"" if 0 in shape else ffi.buffer(ffi.cast("char *", pointer), count * BYTES[dtype])
     if kind == "torch":
@@ -279,3 +306,22 @@ def over_memory(
         steps = [step * BYTES[dtype] for step in strides]
         array = numpy.ndarray(tuple(shape), numpy_dtype, memory, 0, steps)
     return BFloat16(array) if dtype == BF16 else array
+
+
+def _over_device_memory(
+    kind: str, pointer: Any, dtype: int, shape: Sequence[int], strides: Sequence[int], device: int
+) -> Array:
+    if kind != "torch":
+        raise refuse(
+            f"kind is {kind!r}; of a cache on cuda:{device} it must be 'torch'", lib.NYB_ERROR_ENUM
+        )
+    import torch
+
+    torch_dtype = getattr(torch, NAMES[dtype])
+    if 0 in shape:
+        return torch.empty(tuple(shape), dtype=torch_dtype, device=f"cuda:{device}")
+    count = 1 + sum((size - 1) * step for size, step in zip(shape, strides))
+    # As integers of the size: the interface has no bfloat16, and PyTorch takes no uint32 by it.
+    memory = _DeviceMemory(int(ffi.cast("uintptr_t", pointer)), count, f"<i{BYTES[dtype]}")
+    flat = torch.as_tensor(memory, device=f"cuda:{device}").view(torch_dtype)
+    return flat.as_strided(tuple(shape), tuple(strides))

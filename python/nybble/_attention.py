@@ -4,17 +4,20 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from . import _arrays
 from ._arrays import Array
 from ._cache import Cache
-from ._context import Context, default_context
+from ._calls import attend
+from ._context import Context
 from ._errors import NybbleError, check, refuse
 from ._formats import Quantized, plain_stored
 from ._geglu import PATHS
 from ._nybble import ffi, lib
+from ._place import common_device, context_on, device_name, on, workspace_on
 
 _MASKS = {
     "none": lib.NYB_MASK_NONE,
@@ -27,20 +30,42 @@ _EMPTY = ffi.new("nyb_attention *", {"struct_size": _ATTENTION_BYTES})
 _INT32 = ffi.typeof("int32_t[]")
 
 
-def _int32s(name: str, values: Sequence[int] | Array, batch: int) -> tuple[Any, Any]:
+def _in_place(name: str, values: Any, dtype: int, count: int, device: int) -> int:
+    """The address of [count] values that the call can read where they are; 0 for others."""
+    if isinstance(values, list | tuple) or not hasattr(values, "__dlpack__"):
+        return 0
+    address, found, shape, strides = _arrays.read(values)
+    where = _arrays.device_of(values)
+    if where != device:
+        if where == _arrays.HOST:
+            return 0  # copied there
+        raise refuse(
+            f"{name} is on {device_name(where)} and query on {device_name(device)}; both must be "
+            "on one device",
+            lib.NYB_ERROR_POINTER,
+        )
+    contiguous = len(shape) == 1 and (strides[0] == 1 or shape[0] <= 1)
+    return address if found == dtype and contiguous and shape[0] == count else 0
+
+
+def _on_device(values: list[Any], dtype: str, device: int) -> Any:
+    """A tensor of these values on a CUDA device; it must live until the call is queued."""
+    torch = sys.modules["torch"]
+    made = torch.tensor(values, dtype=getattr(torch, dtype))
+    return made.to(f"cuda:{device}")
+
+
+def _int32s(name: str, values: Sequence[int] | Array, batch: int, device: int) -> tuple[Any, Any]:
     """A pointer to [batch] int32 values, and what must live as long."""
-    if isinstance(values, list | tuple):
-        found: Any = values
-    elif hasattr(values, "__dlpack__"):
-        address, dtype, shape, strides = _arrays.read(values)
-        contiguous = len(shape) == 1 and (strides[0] == 1 or shape[0] <= 1)
-        if dtype == _arrays.I32 and contiguous and shape[0] == batch:
-            return ffi.cast("int32_t *", address), values
-        found = [int(value) for value in values]
-    else:
-        found = list(values)
+    address = _in_place(name, values, _arrays.I32, batch, device)
+    if address:
+        return ffi.cast("int32_t *", address), values
+    found = [int(value) for value in values]
     if len(found) != batch:
         raise refuse(f"{name} has {len(found)} entries; it must have {batch}", lib.NYB_ERROR_SHAPE)
+    if device != _arrays.HOST:
+        tensor = _on_device(found, "int32", device)
+        return ffi.cast("int32_t *", tensor.data_ptr()), tensor
     made = ffi.new(_INT32, found)
     return made, made
 
@@ -74,15 +99,17 @@ def _fill_mask_array(call: Any, mask: Array) -> Array:
     return mask
 
 
-def _floats(name: str, values: Sequence[float] | Array, heads: int) -> tuple[Any, Any]:
+def _floats(name: str, values: Sequence[float] | Array, heads: int, device: int) -> tuple[Any, Any]:
     """A pointer to [query_heads] f32 values, and what must live as long."""
-    if hasattr(values, "__dlpack__"):
-        address, dtype, shape, strides = _arrays.read(values)
-        if dtype == _arrays.F32 and tuple(shape) == (heads,) and (heads == 1 or strides[0] == 1):
-            return ffi.cast("float *", address), values
+    address = _in_place(name, values, _arrays.F32, heads, device)
+    if address:
+        return ffi.cast("float *", address), values
     found = [float(value) for value in values]
     if len(found) != heads:
         raise refuse(f"{name} has {len(found)} entries; it must have {heads}", lib.NYB_ERROR_SHAPE)
+    if device != _arrays.HOST:
+        tensor = _on_device(found, "float32", device)
+        return ffi.cast("float *", tensor.data_ptr()), tensor
     made = ffi.new("float[]", found)
     return made, made
 
@@ -118,19 +145,26 @@ def _fill_options(
     sinks: Any,
     alibi_slopes: Any,
     softcap: float,
+    device: int,
 ) -> list[Any]:
     """The fields that most calls leave 0."""
     kept = []
     if mask is not None:
+        if _arrays.device_of(mask) != device:
+            raise refuse(
+                f"mask is on {device_name(_arrays.device_of(mask))} and query on "
+                f"{device_name(device)}; both must be on one device",
+                lib.NYB_ERROR_POINTER,
+            )
         kept.append(_fill_mask_array(call, mask))
     if starts is not None:
-        call.starts, keep = _int32s("starts", starts, call.batch)
+        call.starts, keep = _int32s("starts", starts, call.batch, device)
         kept.append(keep)
     if window_tokens or window_keep_tokens:
         call.window_tokens, call.window_keep_tokens = window_tokens, window_keep_tokens
     for name, values in (("sinks", sinks), ("alibi_slopes", alibi_slopes)):
         if values is not None:
-            pointer, keep = _floats(name, values, call.query_heads)
+            pointer, keep = _floats(name, values, call.query_heads, device)
             setattr(call, name, pointer)
             kept.append(keep)
     call.softcap = softcap
@@ -195,7 +229,7 @@ def attention(
     path_id, rounding_id = PATHS.get(path, -1), _ROUNDINGS.get(rounding, -1)
     if mask_id < 0 or path_id < 0 or rounding_id < 0:
         raise _refuse_words(mask, path, rounding)
-    options = (
+    has_options = (
         mask_array is not None
         or starts is not None
         or window_tokens
@@ -205,88 +239,121 @@ def attention(
         or softcap
         or return_lse
     )
-    address, dtype, shape, strides = _arrays.read(query)
-    kept: Any = None
+    if isinstance(key, Cache) and out is not None and not has_options:
+        # What decode loops ask for again and again is one call in C, arrays and all.
+        if key._address and value is None and lengths is None and context in (None, key.context):
+            workspace = key.context._scratch.address
+            arrays = key._address, workspace, query, out
+            status = attend(*arrays, scale, mask_id, path_id, rounding_id)
+            if status == 0:
+                return out
+            if status is not None:
+                check(status)
+    device, context = _find_place(query, key, value, out, lengths, context)
+    call = context._scratch.attention
+    kept: Any = _fill_tokens(call, key, value, lengths, device)
+    shape, dtype = _fill_query(call, query)
+    out_shape = (*shape[:3], call.value_dim)
+    if out is None:
+        out = _arrays.empty(query, out_shape, dtype)
+    else:
+        _arrays.check_writable("out", out)
+    _fill_out(call, out, out_shape)
+    lse = None
+    if has_options:
+        fields = (mask_array, starts, window_tokens, window_keep_tokens, sinks, alibi_slopes)
+        kept = (kept, _fill_options(call, *fields, softcap, device))
+        if return_lse:
+            lse = _arrays.empty(query, out_shape[:3], _arrays.F32)
+            lse_address, lse_dtype, _, lse_strides = _arrays.read(lse)
+            lib.nybpy_set_view(ffi.addressof(call, "lse"), lse_address, lse_dtype, *lse_strides)
+    call.scale = 1.0 / math.sqrt(call.key_dim) if scale is None else scale
+    call.mask, call.path, call.rounding = mask_id, path_id, rounding_id
+    if device == _arrays.HOST:
+        check(lib.nybpy_attend(context._c, call, context._scratch.workspace))
+    else:
+        _attend_on(device, context, call)
+    del kept  # what the call pointed to was alive until here
+    return (out, lse) if return_lse else out
+
+
+def _find_place(
+    query: Array, key: Any, value: Any, out: Array | None, lengths: Any, context: Context | None
+) -> tuple[int, Context]:
+    """The device of all arrays, and the context that computes there."""
+    arrays = [("query", query)]
+    if out is not None:
+        arrays.append(("out", out))
     if isinstance(key, Cache):
         if value is not None or lengths is not None:
             raise refuse("with a cache, value and lengths must be None: the cache has them")
-        if context is None:
-            context = key.context
-        scratch = context._scratch
-        call = scratch.attention
-        cache = key._c
-        batch, key_dim, value_dim = key.batch, key.key_dim, key.value_dim
-        if options:
-            cache = ffi.NULL
-            ffi.memmove(call, key._current(), _ATTENTION_BYTES)
+        context = context or key.context
+    elif value is None:
+        raise refuse("value is None; only with a cache may it be")
     else:
-        if value is None:
-            raise refuse("value is None; only with a cache may it be")
-        if context is None:
-            context = default_context()
-        scratch = context._scratch
-        call = scratch.attention
-        cache = ffi.NULL
-        ffi.memmove(call, _EMPTY, _ATTENTION_BYTES)
-        kept = _fill_rows(call, key, value)
-        batch, key_dim, value_dim = call.batch, call.key_dim, call.value_dim
-        given = [call.capacity_tokens] * batch if lengths is None else lengths
-        call.lengths, keep = _int32s("lengths", given, batch)
-        kept = (kept, keep)
+        for name, rows in (("key", key), ("value", value)):
+            arrays.append((name, rows.codes if isinstance(rows, Quantized) else rows))
+    device = common_device(arrays)
+    if isinstance(key, Cache) and device != key.device:
+        raise refuse(
+            f"query is on {device_name(device)} and the cache on {device_name(key.device)}; both "
+            "must be on one device",
+            lib.NYB_ERROR_POINTER,
+        )
+    return device, context_on(device, context, "query")
+
+
+def _fill_tokens(call: Any, key: Any, value: Any, lengths: Any, device: int) -> Any:
+    """The whole descriptor anew, with where the tokens are; returns what must live as long."""
+    if isinstance(key, Cache):
+        ffi.memmove(call, key._current(), _ATTENTION_BYTES)
+        return key
+    ffi.memmove(call, _EMPTY, _ATTENTION_BYTES)
+    kept = _fill_rows(call, key, value)
+    given = [call.capacity_tokens] * call.batch if lengths is None else lengths
+    call.lengths, keep = _int32s("lengths", given, call.batch, device)
+    return kept, keep
+
+
+def _attend_on(device: int, context: Context, call: Any) -> None:
+    """On a CUDA device, in the order of PyTorch's current stream, whose allocator has the workspace
+    back as soon as the call is queued."""
+    with on(device) as place:
+        check(lib.nyb_attention_plan(context._c, call, context._scratch.plan))
+        size = context._scratch.plan.workspace_bytes
+        workspace, pointer = None, ffi.NULL
+        if size:
+            workspace = workspace_on(device, size)
+            pointer = ffi.cast("void *", workspace.data_ptr())
+        check(lib.nyb_attention_run(context._c, call, pointer, size, place.stream))
+
+
+def _fill_query(call: Any, query: Array) -> tuple[Sequence[int], int]:
+    """q and the sizes that follow from it; returns query's shape and dtype."""
+    address, dtype, shape, strides = _arrays.read(query)
+    batch, key_dim = call.batch, call.key_dim
     if len(shape) != 4 or shape[0] != batch or shape[3] != key_dim or strides[3] != 1:
         _refuse_query(batch, key_dim, shape, strides)
     if dtype > 3:
         raise refuse(
             f"query is {_arrays.NAMES[dtype]}; it must be f32, f16 or bf16", lib.NYB_ERROR_DTYPE
         )
-    out_shape = (batch, shape[1], shape[2], value_dim)
-    if out is None:
-        out = _arrays.empty(query, out_shape, dtype)
-        out_address, out_dtype, _, out_strides = _arrays.read(out)
-    else:
-        _arrays.check_writable("out", out)
-        out_address, out_dtype, have, out_strides = _arrays.read(out)
-        if tuple(have) != out_shape or (out_strides[3] != 1 and value_dim > 1):
-            raise refuse(
-                f"out is {tuple(have)} with strides {tuple(out_strides)}; it must be {out_shape}, "
-                "contiguous along its last axis",
-                lib.NYB_ERROR_SHAPE,
-            )
-    lse = None
-    if options:
-        call.query_heads, call.query_len = shape[1], shape[2]
-        fields = (mask_array, starts, window_tokens, window_keep_tokens, sinks, alibi_slopes)
-        kept = (kept, _fill_options(call, *fields, softcap))
-        if return_lse:
-            lse = _arrays.empty(query, out_shape[:3], _arrays.F32)
-            lse_address, lse_dtype, _, lse_strides = _arrays.read(lse)
-            lib.nybpy_set_view(ffi.addressof(call, "lse"), lse_address, lse_dtype, *lse_strides)
-    status = lib.nybpy_attention(
-        context._c,
-        cache,
-        call,
-        scratch.workspace,
-        shape[1],
-        shape[2],
-        address,
-        dtype,
-        strides[0],
-        strides[1],
-        strides[2],
-        out_address,
-        out_dtype,
-        out_strides[0],
-        out_strides[1],
-        out_strides[2],
-        1.0 / math.sqrt(key_dim) if scale is None else scale,
-        mask_id,
-        path_id,
-        rounding_id,
+    call.query_heads, call.query_len = shape[1], shape[2]
+    lib.nybpy_set_view(ffi.addressof(call, "q"), address, dtype, strides[0], strides[1], strides[2])
+    return shape, dtype
+
+
+def _fill_out(call: Any, out: Array, wanted: tuple[int, ...]) -> None:
+    address, dtype, have, strides = _arrays.read(out)
+    if tuple(have) != wanted or (strides[3] != 1 and wanted[3] > 1):
+        raise refuse(
+            f"out is {tuple(have)} with strides {tuple(strides)}; it must be {wanted}, contiguous "
+            "along its last axis",
+            lib.NYB_ERROR_SHAPE,
+        )
+    lib.nybpy_set_view(
+        ffi.addressof(call, "out"), address, dtype, strides[0], strides[1], strides[2]
     )
-    if status:
-        check(status)
-    del kept  # what the call pointed to was alive until here
-    return (out, lse) if return_lse else out
 
 
 def _refuse_query(batch: int, key_dim: int, shape: Sequence[int], strides: Sequence[int]) -> None:
@@ -336,48 +403,32 @@ class AttentionCall:
         context: Context | None = None,
     ) -> None:
         self.query, self.out = query, out
-        self._rows = (key, value)
+        device, context = _find_place(query, key, value, out, lengths, context)
+        self._device, self._context, self._context_c = device, context, context._c
         self._cache = key._c if isinstance(key, Cache) else ffi.NULL
-        if context is None:
-            context = key.context if isinstance(key, Cache) else default_context()
-        self._context = context
-        self._context_c = context._c
         self._workspace = ffi.gc(ffi.new("struct nybpy_workspace *"), lib.nybpy_free)
         call = self._call = ffi.new("nyb_attention *", {"struct_size": _ATTENTION_BYTES})
-        if isinstance(key, Cache):
-            check(lib.nyb_cache_view(key._c, call))
-        else:
-            self._kept = _fill_rows(call, key, value)
-            given = [call.capacity_tokens] * call.batch if lengths is None else lengths
-            call.lengths, self._lengths = _int32s("lengths", given, call.batch)
-        address, dtype, shape, strides = _arrays.read(query)
-        if (
-            len(shape) != 4
-            or shape[0] != call.batch
-            or shape[3] != call.key_dim
-            or (strides[3] != 1)
-        ):
-            _refuse_query(call.batch, call.key_dim, shape, strides)
-        call.query_heads, call.query_len = shape[1], shape[2]
-        lib.nybpy_set_view(ffi.addressof(call, "q"), address, dtype, *strides[:3])
+        self._kept = _fill_tokens(call, key, value, lengths, device)
+        shape, _ = _fill_query(call, query)
         _arrays.check_writable("out", out)
-        out_address, out_dtype, out_shape, out_strides = _arrays.read(out)
-        if tuple(out_shape) != (*shape[:3], call.value_dim):
-            raise refuse(
-                f"out is {tuple(out_shape)}; it must be {(*shape[:3], call.value_dim)}",
-                lib.NYB_ERROR_SHAPE,
-            )
-        lib.nybpy_set_view(ffi.addressof(call, "out"), out_address, out_dtype, *out_strides[:3])
-        call.scale = 1.0 / math.sqrt(shape[3]) if scale is None else scale
+        _fill_out(call, out, (*shape[:3], call.value_dim))
+        call.scale = 1.0 / math.sqrt(call.key_dim) if scale is None else scale
         if mask not in _MASKS or path not in PATHS or rounding not in _ROUNDINGS:
             raise _refuse_words(mask, path, rounding)
         call.mask, call.path, call.rounding = _MASKS[mask], PATHS[path], _ROUNDINGS[rounding]
-        plan = ffi.new("nyb_plan *")
-        plan.struct_size = ffi.sizeof("nyb_plan")
-        check(lib.nyb_attention_plan(context._c, call, plan))
+        with on(device):
+            check(lib.nyb_attention_plan(context._c, call, context._scratch.plan))
 
     def run(self) -> None:
-        """Attend over what the cache (or the arrays) hold now; the result is in `out`."""
+        """Attend over what the cache (or the arrays) hold now; the result is in `out`.
+
+        On CUDA the work is queued on PyTorch's current stream, a captured one too.
+        """
+        if self._device != _arrays.HOST:
+            if self._cache:
+                check(lib.nyb_cache_view(self._cache, self._call))
+            _attend_on(self._device, self._context, self._call)
+            return
         status = lib.nybpy_run(self._context_c, self._cache, self._call, self._workspace)
         if status:
             check(status)

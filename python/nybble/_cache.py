@@ -3,16 +3,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from . import _arrays
 from ._arrays import Array
-from ._context import Context, default_context
+from ._context import Context
 from ._errors import check, refuse
 from ._formats import Format, Quantized, affine
 from ._nybble import ffi, lib
-from ._quantize import rule_id
+from ._place import common_device, context_on, device_name, device_number, on
+from ._quantize import flag_pointer, rule_id
+
+# ---- Caches in functions that torch.compile compiles: nybble.torch fills these in -----------------
+
+_handles = itertools.count(1)
+_caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+_is_compiling: Callable[[], bool] | None = None
+_compiled_append: Callable[[Cache, Array, Array], None]
+_give_state: Callable[[Cache], None] | None = None
+
+
+def compiling(
+    is_compiling: Callable[[], bool],
+    compiled_append: Callable[[Cache, Array, Array], None],
+    give_state: Callable[[Cache], None],
+) -> None:
+    """From here on appends that are being compiled are `compiled_append`, and caches have a state,
+    which `give_state` gives to those that there are."""
+    global _is_compiling, _compiled_append, _give_state
+    _is_compiling, _compiled_append, _give_state = is_compiling, compiled_append, give_state
+    for cache in list(_caches):
+        give_state(cache)
 
 
 class Usage(NamedTuple):
@@ -40,9 +64,13 @@ class Cache:
             first window_keep_tokens of the sequence among them.
         first_tokens, last_tokens, part_dtype: so many tokens at either end stay unquantized.
         page_tokens: pages of so many tokens, which reordered sequences share.
+        device: "cpu", "cuda" or "cuda:1": where it lies, and computes; the context's where None.
 
     Raises:
         NybbleError: SHAPE, HEADS, BITS, GROUP_SIZE or DTYPE for what is no cache; UNSUPPORTED.
+
+    On CUDA the lengths are the device's: a captured append moves them along at each replay, which
+    `refresh` lets this object know.
     """
 
     def __init__(
@@ -63,9 +91,13 @@ class Cache:
         last_tokens: int = 0,
         part_dtype: str | None = None,
         page_tokens: int = 0,
+        device: Any = None,
         context: Context | None = None,
     ) -> None:
-        self.context = context or default_context()
+        if device is None:
+            device = _arrays.HOST if context is None else context.device
+        self.device = device_number(device)
+        self.context = context_on(self.device, context, "the cache")
         self.batch = batch
         self.kv_heads = kv_heads
         self.key_dim = key_dim
@@ -88,10 +120,26 @@ class Cache:
         check(lib.nybpy_cache_create(self.context._owner, options, made))
         self._owner: Any = ffi.gc(made[0], lib.nybpy_cache_destroy)
         self._c: Any = self._owner.cache
+        #: For the call in C, which computes on the CPU alone: 0 takes the way through Python.
+        self._address = 0
+        if self.device == _arrays.HOST:
+            self._address = int(ffi.cast("uintptr_t", self._owner))
         self._view = ffi.new("nyb_attention *")
         self._view.struct_size = ffi.sizeof("nyb_attention")
+        self._handle = next(_handles)
+        self._state: Any = None
+        _caches.add(self)
+        if _give_state is not None:
+            _give_state(self)
 
-    def append(self, key: Array, value: Array, *, padding: Sequence[int] | None = None) -> None:
+    def append(
+        self,
+        key: Array,
+        value: Array,
+        *,
+        padding: Sequence[int] | None = None,
+        non_finite: Array | None = None,
+    ) -> None:
         """Append tokens to every sequence.
 
         Args:
@@ -99,11 +147,20 @@ class Cache:
                 is contiguous.
             value: likewise, [batch, kv_heads, tokens, value_dim].
             padding: so many of each sequence's first rows are padding and are not stored.
+            non_finite: on CUDA, an int32 tensor there that is set to 1 where a group could not be
+                stored, which is then zeros, or a sequence was full; never set back to 0.
 
         Raises:
-            NybbleError: SHAPE where an array does not fit the cache; NON_FINITE names the first
-                NaN or infinity; LENGTH beyond max_tokens. The cache then holds what it held.
+            NybbleError: SHAPE where an array does not fit the cache; NON_FINITE (on the CPU) names
+                the first NaN or infinity; LENGTH beyond max_tokens; POINTER for arrays on another
+                device. The cache then holds what it held.
         """
+        if _is_compiling is not None and _is_compiling():
+            if padding is not None or non_finite is not None:
+                raise NotImplementedError("padding and non_finite are not compiled")
+            _compiled_append(self, key, value)
+            return
+        self._check_device(("key", key), ("value", value))
         call = ffi.new("nyb_append *")
         call.struct_size = ffi.sizeof("nyb_append")
         batch = self.batch
@@ -134,17 +191,35 @@ class Cache:
                 )
             kept = ffi.new("int32_t[]", list(padding))
             call.padding = kept
-        check(lib.nyb_cache_append(self._c, call, ffi.NULL))
+        call.non_finite = flag_pointer(non_finite, self.device)
+        with on(self.device) as place:
+            check(lib.nyb_cache_append(self._c, call, place.stream))
+
+    def _check_device(self, *arrays: tuple[str, Array]) -> None:
+        device = common_device(arrays)
+        if device != self.device:
+            raise refuse(
+                f"{arrays[0][0]} is on {device_name(device)} and the cache on "
+                f"{device_name(self.device)}; both must be on one device",
+                lib.NYB_ERROR_POINTER,
+            )
+
+    def refresh(self) -> None:
+        """On CUDA: wait, and take the lengths from the device, which replayed graphs moved along."""
+        with on(self.device) as place:
+            check(lib.nyb_cache_refresh(self._c, place.stream))
 
     def reserve(self, tokens: int) -> None:
         """Make room for so many tokens in each sequence: appends up to there do not allocate."""
-        check(lib.nyb_cache_reserve(self._c, tokens, ffi.NULL))
+        with on(self.device) as place:
+            check(lib.nyb_cache_reserve(self._c, tokens, place.stream))
 
     def trim(self, tokens: int, sequence: int | None = None) -> int:
         """Drop the last tokens of a sequence, or of all; returns how many went, at most."""
         trimmed = ffi.new("int64_t *")
         which = lib.NYB_ALL_SEQUENCES if sequence is None else sequence
-        check(lib.nyb_cache_trim(self._c, which, tokens, trimmed, ffi.NULL))
+        with on(self.device) as place:
+            check(lib.nyb_cache_trim(self._c, which, tokens, trimmed, place.stream))
         return int(trimmed[0])
 
     def reorder(self, sources: Sequence[int] | Array) -> None:
@@ -157,16 +232,18 @@ class Cache:
         """
         chosen = [int(source) for source in sources]
         indices = ffi.new("int64_t[]", chosen)
-        check(lib.nyb_cache_reorder(self._c, indices, len(chosen), ffi.NULL))
+        with on(self.device) as place:
+            check(lib.nyb_cache_reorder(self._c, indices, len(chosen), place.stream))
         self.batch = len(chosen)
 
     def reset(self) -> None:
         """Empty the cache; its memory is kept."""
-        check(lib.nyb_cache_reset(self._c, ffi.NULL))
+        with on(self.device) as place:
+            check(lib.nyb_cache_reset(self._c, place.stream))
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each sequence."""
+        """Tokens of each sequence; on CUDA, as this object has counted them (see `refresh`)."""
         return [int(lib.nyb_cache_length(self._c, b)) for b in range(self.batch)]
 
     def __len__(self) -> int:
@@ -194,7 +271,8 @@ class Cache:
         grows or goes; writing to them changes the cache.
 
         Args:
-            kind: "numpy" (bfloat16 is a `BFloat16` over its bits) or "torch".
+            kind: "numpy" (bfloat16 is a `BFloat16` over its bits) or "torch"; of a cache on CUDA
+                "torch" alone.
 
         Raises:
             NybbleError: UNSUPPORTED where the rows do not stand one after the other: rotating and
@@ -214,13 +292,14 @@ class Cache:
                 lib.NYB_ERROR_UNSUPPORTED,
             )
         stored = getattr(view, name)
-        held = max(view.lengths[b] for b in range(self.batch))
+        held = max(lib.nyb_cache_held_tokens(self._c, b) for b in range(self.batch))
         lead = (self.batch, self.kv_heads, held)
         dtype = stored.format.dtype
 
         def array(member: str, dtype: int, row: int) -> Any:
             strides = (*getattr(stored, f"{member}_stride"), 1)
-            return _arrays.over_memory(kind, getattr(stored, member), dtype, (*lead, row), strides)
+            memory = getattr(stored, member)
+            return _arrays.over_memory(kind, memory, dtype, (*lead, row), strides, self.device)
 
         if stored.format.scheme == lib.NYB_PLAIN:
             return array("codes", dtype, dim)

@@ -78,7 +78,9 @@ class Quantized:
     `mx.quantize(x, group_size, bits)` gives these three arrays: `Quantized(*that, bits=bits)`.
     """
 
-    __slots__ = ("biases", "bits", "codes", "dim", "group_size", "scales", "shape", "_stored")
+    __slots__ = (
+        "biases", "bits", "codes", "device", "dim", "group_size", "scales", "shape", "_stored",
+    )  # fmt: skip
 
     def __init__(
         self, codes: Array, scales: Array, biases: Array, *, bits: int, group_size: int = 64
@@ -87,6 +89,14 @@ class Quantized:
         self.bits, self.group_size = bits, group_size
         stored = ffi.new("nyb_stored *")
         readings = [_arrays.read(array) for array in (codes, scales, biases)]
+        devices = [_arrays.device_of(array) for array in (codes, scales, biases)]
+        if devices.count(devices[0]) != 3:
+            raise refuse(
+                f"codes, scales and biases are on devices {devices} (-1 is the CPU); they must be "
+                "on one",
+                lib.NYB_ERROR_POINTER,
+            )
+        self.device = devices[0]
         sizes = [
             _arrays.rows(name, reading)
             for name, reading in zip(("codes", "scales", "biases"), readings)

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from . import _arrays
 from ._arrays import Array
-from ._context import Context, default_context
+from ._context import Context
 from ._errors import check, refuse
 from ._nybble import ffi, lib
+from ._place import common_device, context_on, on
 
 PATHS = {"auto": 0, "fused": 1, "compat": 2}
 
@@ -59,15 +60,20 @@ def geglu(
         gate, up: f32, f16 or bf16 [..., columns], of one shape and dtype. Rows may be halves of
             one array.
         out: where to put it; may be `gate` or `up` itself.
-        path: "auto", "fused" or "compat".
+        path: "auto" (NYBBLE_GEGLU, else "fused"), "fused" or "compat": the same bits.
 
     Returns:
         A new array of gate's kind, or `out`.
 
     Raises:
-        NybbleError: SHAPE, DTYPE where the arrays differ; STRIDE; OVERLAP.
+        NybbleError: SHAPE, DTYPE where the arrays differ; STRIDE; OVERLAP; POINTER for arrays on
+            different devices.
     """
-    context = context or default_context()
+    arrays = [("gate", gate), ("up", up)]
+    if out is not None:
+        arrays.append(("out", out))
+    device = common_device(arrays)
+    context = context_on(device, context, "gate")
     readings = [_arrays.read(gate), _arrays.read(up)]
     if out is None:
         out = _arrays.empty(gate, readings[0][2], readings[0][1])
@@ -93,5 +99,6 @@ def geglu(
         call.rows, call.columns, stride = _matrix(name, reading)
         setattr(call, name, ffi.cast("void *", reading[0]))
         setattr(call, f"{name}_stride", stride)
-    check(lib.nyb_geglu_run(context._c, call, ffi.NULL))
+    with on(device) as place:
+        check(lib.nyb_geglu_run(context._c, call, place.stream))
     return out

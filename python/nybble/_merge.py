@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from . import _arrays
 from ._arrays import Array
-from ._context import Context, default_context
+from ._context import Context
 from ._errors import check, refuse
 from ._nybble import ffi, lib
+from ._place import common_device, context_on, on
 
 
 def merge(
@@ -26,15 +27,18 @@ def merge(
         (out, lse) of the kind and dtype of the first part.
 
     Raises:
-        NybbleError: SHAPE or DTYPE where the parts differ, or there is none.
+        NybbleError: SHAPE or DTYPE where the parts differ, or there is none; UNSUPPORTED on CUDA.
     """
-    context = context or default_context()
     parts = len(outs)
     if parts == 0 or len(lses) != parts:
         raise refuse(
             f"outs has {parts} parts and lses {len(lses)}; both must have as many, at least 1",
             lib.NYB_ERROR_SHAPE,
         )
+    named = [(f"outs[{part}]", out) for part, out in enumerate(outs)]
+    named += [(f"lses[{part}]", lse) for part, lse in enumerate(lses)]
+    device = common_device(named)
+    context = context_on(device, context, "outs[0]")
     out_views, lse_views = ffi.new("nyb_input[]", parts), ffi.new("nyb_input[]", parts)
     shape: tuple[int, ...] = tuple(_arrays.read(outs[0])[2])
     if len(shape) != 4:
@@ -62,5 +66,6 @@ def merge(
     for name, array in (("out", made), ("lse", made_lse)):
         address, dtype, _, strides = _arrays.read(array)
         lib.nybpy_set_view(ffi.addressof(call, name), address, dtype, *strides[:3])
-    check(lib.nyb_attention_merge_run(context._c, call, ffi.NULL))
+    with on(device) as place:
+        check(lib.nyb_attention_merge_run(context._c, call, place.stream))
     return made, made_lse

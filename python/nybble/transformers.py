@@ -8,7 +8,11 @@
 
 Importing this module registers the attention implementation "nybble" and its masks. It also serves
 models that are called without a cache, or with transformers' own: it then reads their tensors. It
-computes on the CPU, and for inference alone.
+computes where the model is, on the CPU or a CUDA device, and for inference alone.
+
+    nybble.transformers.patch_mlp(model)
+
+puts one call of `nybble.geglu` in place of a Gemma model's gelu_tanh(gate) * up.
 
 With left padding each sequence keeps its own length in the cache: padding is not stored, and rows
 have the bits that they would have alone. Causal masks are bottom-right: the last query row sees
@@ -17,26 +21,38 @@ every token.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from transformers.activations import GELUTanh
 from transformers.cache_utils import Cache as TransformersCache
-from transformers.cache_utils import CacheLayerMixin, get_layer_types_and_kwargs
+from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from ._arrays import device_of
 from ._attention import attention
 from ._cache import Cache
 from ._context import Context, default_context
 from ._errors import NybbleError, check, refuse
 from ._formats import Format, affine
+from ._geglu import geglu, path_id
 from ._nybble import ffi, lib
 
-__all__ = ["NybbleCache", "NybbleLayer", "attention_forward", "attention_mask"]
+__all__ = [
+    "NybbleCache",
+    "NybbleLayer",
+    "attention_forward",
+    "attention_mask",
+    "patch_mlp",
+    "unpatch_mlp",
+]
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Layers of the last kind attend over the keys and values of another layer: they store nothing.
+_FULL, _SLIDING, _SHARED = "full_attention", "sliding_attention", "dummy"
 
 
 # ---- What stands for keys and values between the cache and the attention ------------------------
@@ -78,6 +94,8 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     Args:
         bits, value_bits, group_size: see `NybbleCache`.
         sliding_window: the layer keeps what rows of such a window see, and no more; None keeps all.
+        context: where it computes; that of the device which has the first keys where None.
+        check: is called with that context, and raises for what the layer needs and it lacks.
     """
 
     is_croppable = True
@@ -90,13 +108,16 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         group_size: int = 64,
         sliding_window: int | None = None,
         context: Context | None = None,
+        check: Callable[[Context], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bits, self.group_size = bits, group_size
         self.value_bits = bits if value_bits is None else value_bits
         self.sliding_window = sliding_window
         self.is_sliding = sliding_window is not None
-        self.context = context or default_context()
+        self.context = context
+        self._check = check
+        self._room = 0
         self.stored: Cache | None = None
         # Tokens of a sequence as transformers counts them, padding included.
         self.cumulative_length = 0
@@ -108,6 +129,9 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.batch_size, heads, _, key_dim = key_states.shape
+        context = self.context or default_context(device_of(key_states))
+        if self._check is not None:
+            self._check(context)
         self.stored = Cache(
             self.batch_size,
             heads,
@@ -115,8 +139,9 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             value_states.shape[-1],
             key=self._format(self.bits, key_states.dtype),
             value=self._format(self.value_bits, key_states.dtype),
+            initial_capacity_tokens=self._room,
             window_tokens=self.sliding_window or 0,
-            context=self.context,
+            context=context,
         )
         self.is_initialized = True
 
@@ -126,12 +151,13 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Take tokens; the attention, which knows of padding, stores them.
 
         Args:
-            key_states: f32, f16 or bf16 [batch, kv_heads, tokens, head_dim] in CPU memory.
+            key_states: f32, f16 or bf16 [batch, kv_heads, tokens, head_dim].
             value_states: likewise.
 
         Raises:
-            NybbleError: SHAPE for tokens of another batch or model; GROUP_SIZE; UNSUPPORTED where
-                the tokens before were not attended by "nybble".
+            NybbleError: SHAPE for tokens of another batch or model; POINTER for those on another
+                device; GROUP_SIZE; UNSUPPORTED where the tokens before were not attended by
+                "nybble", or the device lacks what the layer needs.
         """
         if self._waiting is not None:
             raise refuse(
@@ -151,6 +177,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 "is of another model or batch",
                 lib.NYB_ERROR_SHAPE,
             )
+        stored._check_device(("keys", key_states), ("values", value_states))
         self._waiting = (key_states.detach(), value_states.detach())
         tokens, _ = self.get_mask_sizes(key_states.shape[2])
         self.cumulative_length += key_states.shape[2]
@@ -212,6 +239,19 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         if hasattr(self, "batch_size"):
             del self.batch_size
 
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens of each sequence, now or once the layer is made."""
+        self._room = tokens
+        if self.stored is not None:
+            self.stored.reserve(tokens)
+
+    def refresh(self) -> None:
+        """On CUDA: wait, and count what replayed graphs have appended since."""
+        if self.stored is not None:
+            before = len(self.stored)
+            self.stored.refresh()
+            self.cumulative_length += len(self.stored) - before
+
     def _reorder(self, sources: Sequence[int]) -> None:
         if self.stored is not None:
             self.stored.reorder(sources)
@@ -234,7 +274,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def offload(self) -> None:
         raise refuse(
-            "a NybbleCache is not offloaded: it is in CPU memory", lib.NYB_ERROR_UNSUPPORTED
+            "a NybbleCache is not offloaded: it stays where it is", lib.NYB_ERROR_UNSUPPORTED
         )
 
     def prefetch(self) -> None:
@@ -250,6 +290,9 @@ class NybbleCache(TransformersCache):
         value_bits: for values; `bits` where None.
         group_size: 32, 64 or 128 elements share a scale and a bias; it must divide the head
             dimension.
+        context: where it computes; that of the device which has the first keys where None.
+
+    Layers that share another layer's keys and values (Gemma 4) store nothing.
 
     Raises:
         NybbleError: at construction, for what the model needs and nybble lacks: UNSUPPORTED for
@@ -279,9 +322,11 @@ class NybbleCache(TransformersCache):
             "value_bits", bits if value_bits is None else value_bits, len(types)
         )
         layers: list[Any] = []
-        context = context or default_context()
         for i, (kind, option) in enumerate(zip(types, options)):
             layer_config = decoder.per_layer_config[i]
+            if kind == _SHARED:
+                layers.append(DummyLayer())  # type: ignore[no-untyped-call]
+                continue
             if kind not in (_FULL, _SLIDING):
                 raise refuse(
                     f"layer {i} is {kind!r}; a NybbleCache has layers of {_FULL!r} and "
@@ -294,14 +339,41 @@ class NybbleCache(TransformersCache):
             for width in (key_bits[i], other_bits[i]):
                 affine(width, group_size).row_bytes(dim)  # refuses what does not fit
             window = option.get("sliding_window")
-            _check_supported(context, i, layer_config, dim, window)
-            layers.append(NybbleLayer(key_bits[i], other_bits[i], group_size, window, context))
+
+            def check(
+                used: Context,
+                arguments: tuple[int, PreTrainedConfig, int, int | None] = (
+                    i,
+                    layer_config,
+                    dim,
+                    window,
+                ),
+            ) -> None:
+                _check_supported(used, *arguments)
+
+            check(context or default_context())
+            layers.append(
+                NybbleLayer(key_bits[i], other_bits[i], group_size, window, context, check)
+            )
         super().__init__(layers=layers)
+
+    def _layers(self) -> Iterator[NybbleLayer]:
+        return (layer for layer in self.layers if isinstance(layer, NybbleLayer))
 
     def nbytes(self) -> int:
         """Bytes allocated for keys and values, all layers together."""
-        layers: list[Any] = self.layers
-        return sum(layer.stored.usage().allocated_bytes for layer in layers if layer.is_initialized)
+        stored = [layer.stored for layer in self._layers()]
+        return sum(cache.usage().allocated_bytes for cache in stored if cache is not None)
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for so many tokens of each sequence: appends up to there do not allocate."""
+        for layer in self._layers():
+            layer.reserve(tokens)
+
+    def refresh(self) -> None:
+        """On CUDA: wait, and count what replayed graphs have appended since."""
+        for layer in self._layers():
+            layer.refresh()
 
 
 def _for_layers(name: str, value: int | Sequence[int], layers: int) -> list[int]:
@@ -354,9 +426,9 @@ def attention_mask(
     """transformers' mask function of "nybble".
 
     Returns:
-        None for a causal mask (and a window, which the layers pass themselves); an int32 [batch]
-        tensor, where each sequence begins, for left padding; else transformers' bool mask [batch,
-        1, query_len, tokens].
+        None for a causal mask (and a window, which the layers pass themselves); an int32 [batch, 1,
+        1, 1] tensor, where each sequence begins, for left padding (models may cut a mask's rows);
+        else transformers' bool mask [batch, 1, query_len, tokens].
     """
     is_window = local_size is None or (
         config is not None
@@ -372,7 +444,7 @@ def attention_mask(
             starts = (seen.cumsum(-1) == 0).sum(-1)
             is_left_padding = bool((seen.sum(-1) + starts == seen.shape[-1]).all())
             if is_left_padding:
-                return starts.to(torch.int32) if bool(starts.any()) else None
+                return starts.to(torch.int32).view(-1, 1, 1, 1) if bool(starts.any()) else None
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,
@@ -410,8 +482,8 @@ def attention_forward(
     Args:
         query: f32, f16 or bf16 [batch, query_heads, query_len, head_dim].
         key, value: what `NybbleCache.update` gave; or tensors [batch, kv_heads, tokens, head_dim].
-        attention_mask: None (causal), int32 [batch] (left padding), or [batch, 1 or query_heads,
-            query_len, tokens], bool or added.
+        attention_mask: None (causal), int32 [batch, 1, 1, 1] (left padding), or [batch, 1 or
+            query_heads, query_len, tokens], bool or added.
 
     Returns:
         [batch, query_len, query_heads, head_dim] of query's dtype, and None for weights, which are
@@ -436,8 +508,8 @@ def attention_forward(
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap or 0.0}
     options["mask"] = "causal" if causal else "none"
     starts = None
-    if attention_mask is not None and attention_mask.dim() == 1:
-        starts = attention_mask
+    if attention_mask is not None and attention_mask.dtype == torch.int32:
+        starts = attention_mask.view(-1)
     elif attention_mask is not None:
         if attention_mask.dtype not in (torch.bool, torch.float32, query.dtype):
             attention_mask = attention_mask.float()
@@ -466,6 +538,72 @@ def attention_forward(
         options["window_tokens"] = sliding_window
     attention(query, key.detach(), value.detach(), starts=starts, **options)
     return out, None
+
+
+# ---- GeGLU ----------------------------------------------------------------------------------------
+
+# Whose forward is down_proj(act_fn(gate_proj(x)) * up_proj(x)) and nothing more.
+_GATED_MLPS = ("GemmaMLP", "Gemma2MLP", "Gemma3MLP", "Gemma4TextMLP", "VaultGemmaMLP")
+
+
+def _mlp_forward(module: Any, x: torch.Tensor) -> torch.Tensor:
+    gate, up = module.gate_proj(x), module.up_proj(x)
+    if torch.is_grad_enabled() and (gate.requires_grad or up.requires_grad):
+        raise refuse(
+            "gate and up require gradients; nybble computes for inference alone: torch.no_grad()",
+            lib.NYB_ERROR_UNSUPPORTED,
+        )
+    made: torch.Tensor = module.down_proj(geglu(gate.detach(), up.detach(), path=module.geglu_path))
+    return made
+
+
+def _is_gelu_tanh(function: Any) -> bool:
+    if isinstance(function, torch.nn.GELU):
+        return function.approximate == "tanh"
+    return isinstance(function, GELUTanh)
+
+
+def patch_mlp(model: torch.nn.Module, path: str = "auto") -> int:
+    """Compute a Gemma model's gelu_tanh(gate) * up by one call of `nybble.geglu`.
+
+    Args:
+        model: with MLPs of Gemma, Gemma 2, 3, 4 or VaultGemma (experts and vision towers stay).
+        path: "auto" follows NYBBLE_GEGLU, else is "fused"; "fused" or "compat", the steps spelled
+            out. Both have the same bits for f16 and bf16, so that logits are the same to the bit.
+
+    Returns:
+        How many MLPs compute so now. Calling it again changes their path.
+
+    Raises:
+        NybbleError: UNSUPPORTED where there is none, or with another activation; ENUM.
+
+    PyTorch's own activation rounds once where these steps round each time (docs/python.md): its
+    results differ in the last bits.
+    """
+    path_id(path)
+    found = [m for m in model.modules() if type(m).__name__ in _GATED_MLPS]
+    if not found:
+        raise refuse(
+            f"{type(model).__name__} has no MLP of {', '.join(_GATED_MLPS)}: nothing to patch",
+            lib.NYB_ERROR_UNSUPPORTED,
+        )
+    for module in found:
+        if not _is_gelu_tanh(module.act_fn):
+            raise refuse(
+                f"an MLP's activation is {module.act_fn}; it must be gelu_pytorch_tanh",
+                lib.NYB_ERROR_UNSUPPORTED,
+            )
+    for module in found:
+        vars(module).update(geglu_path=path, forward=MethodType(_mlp_forward, module))
+    return len(found)
+
+
+def unpatch_mlp(model: torch.nn.Module) -> int:
+    """Undo `patch_mlp`; returns how many MLPs have their own forward again."""
+    patched = [m for m in model.modules() if "geglu_path" in vars(m)]
+    for module in patched:
+        del vars(module)["forward"], vars(module)["geglu_path"]
+    return len(patched)
 
 
 ALL_ATTENTION_FUNCTIONS.register("nybble", attention_forward)

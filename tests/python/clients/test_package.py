@@ -273,6 +273,24 @@ def test_geglu_is_the_steps(dtype: str) -> None:
     assert torch.equal(in_place[..., :64], out) and torch.equal(in_place[..., 64:], up)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_geglu_beside_pytorchs(dtype: torch.dtype) -> None:
+    """Every finite gate: the bits of PyTorch's operations one by one; its own activation, which
+    rounds once, differs in the last bits (docs/python.md)."""
+    gate = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16).view(dtype)
+    gate = gate[torch.isfinite(gate)]
+    up = torch.randn(gate.shape, generator=torch.manual_seed(0)).to(dtype)
+    x, (k, c) = gate.float(), (torch.tensor(n, dtype=dtype) for n in (0.044715, 0.7978845608))
+    z = c * (gate + k * (x * x * x).to(dtype))
+    steps = 0.5 * gate * (1 + z.double().tanh().to(dtype)) * up
+    assert torch.equal(nybble.geglu(gate, up), steps)
+    own = torch.nn.functional.gelu(gate, approximate="tanh")
+    once = torch.nn.functional.gelu(x, approximate="tanh").to(dtype)
+    assert torch.equal(own, once)
+    share = float((nybble.geglu(gate, torch.ones_like(gate)) != own).float().mean())
+    assert 0.005 < share < (0.25 if dtype == torch.float16 else 0.03)
+
+
 def test_geglu_refuses() -> None:
     gate = torch.zeros(2, 4)
     with pytest.raises(NybbleError, match="up is float16 and gate float32"):

@@ -12,6 +12,7 @@ from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GptOssConfig,
     LlamaConfig,
     Phi3Config,
@@ -19,6 +20,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache as TransformersCache
 from transformers.cache_utils import (
+    DummyLayer,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -30,6 +32,15 @@ from nybble import NybbleError, Status
 from nybble.transformers import NybbleCache
 
 ALTERNATING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+# The sizes that Gemma 4 has: rows of 256 in layers with windows, of 512 in the others.
+GEMMA4 = {
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "sliding_window": 8,
+    "hidden_size_per_layer_input": 32,
+    "vocab_size_per_layer_input": 200,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+}
 # Windows of 8 tokens, which prompts are longer than.
 CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama": (LlamaConfig, {}),
@@ -41,6 +52,12 @@ CONFIGS: dict[str, tuple[Any, dict[str, Any]]] = {
     "phi3": (Phi3Config, {"sliding_window": 8}),
     "gemma2": (Gemma2Config, {"sliding_window": 8, "attn_logit_softcapping": 2.0, **ALTERNATING}),
     "gemma3": (Gemma3TextConfig, {"sliding_window": 8, **ALTERNATING}),
+    "gemma4": (Gemma4TextConfig, GEMMA4),
+    "gemma4, values are keys": (
+        Gemma4TextConfig,
+        {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4, shared": (Gemma4TextConfig, {**GEMMA4, "num_kv_shared_layers": 1}),
     "gpt-oss": (
         GptOssConfig,
         {"sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2, **ALTERNATING},
@@ -62,7 +79,10 @@ def tiny(kind: str, implementation: str, layers: int = 3) -> Any:
     make, options = CONFIGS[kind]
     if layers != 3 and "layer_types" in options:
         options = {**options, "layer_types": options["layer_types"][:layers]}
+        options.pop("num_kv_shared_layers", None)
     sizes = {} if kind == "phi3" else {"head_dim": 64}
+    sizes |= {name: options[name] for name in ("head_dim",) if name in options}
+    options = {name: value for name, value in options.items() if name not in sizes}
     config = make(
         hidden_size=256 if kind == "phi3" else 128,
         num_hidden_layers=layers,
@@ -105,7 +125,11 @@ def dequantized(
     model: Any, bits: Any, value_bits: Any = None, group_size: int = 64
 ) -> TransformersCache:
     layers = []
-    for i, options in enumerate(get_layer_types_and_kwargs(model.config)[1]):
+    kinds, all_options = get_layer_types_and_kwargs(model.config)
+    for i, (kind, options) in enumerate(zip(kinds, all_options)):
+        if kind == "dummy":
+            layers.append(DummyLayer())
+            continue
         layer = DequantizedSlidingLayer(**options) if options else DequantizedLayer()
         width = bits if isinstance(bits, int) else bits[i]
         layer.widths = (width, value_bits or width)
@@ -173,7 +197,8 @@ def check_teacher_forced(kind: str, layers: int, widths: dict[str, Any], limit: 
     expected = teacher_forced(eager, dequantized(eager, **widths), ids, parts)
     expect_same(found, expected, limit)
     assert cache.get_seq_length() == 40 and cache.batch_size == 2
-    assert cache.nbytes() < layers * 2 * 2 * 2 * 64 * 4 * 64  # f32 of as many
+    widest = 512 if kind.startswith("gemma4") else 64
+    assert cache.nbytes() < layers * 2 * 2 * 2 * 64 * 4 * widest  # f32 of as many
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 5, 6, 8])
@@ -368,3 +393,57 @@ def test_other_modules_do_not_see_gradients() -> None:
     """A model in training mode without dropout works under no_grad."""
     model, ids = tiny("llama", "nybble").train(), prompt()
     assert bool(torch.isfinite(model(ids, cache=NybbleCache(model.config)).logits).all())
+
+
+# ---- GeGLU ---------------------------------------------------------------------------------------
+
+
+def logits_of(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    cache = NybbleCache(model.config, 4)
+    return teacher_forced(model, cache, ids, [10, *[1] * 6])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "gemma4"])
+def test_patched_mlps_have_the_bits_of_the_steps(kind: str, dtype: torch.dtype) -> None:
+    """Fused against the steps one after the other: KL is 0, and every logit's bit the same."""
+    model, ids = tiny(kind, "nybble").to(dtype), prompt(2, 16)
+    context = nybble.default_context()
+    plain = logits_of(model, ids)
+    logits = {}
+    for path in ("fused", "compat"):
+        assert nybble.transformers.patch_mlp(model, path) == 3
+        context.clear_counters()
+        logits[path] = logits_of(model, ids)
+        counters = context.counters()
+        assert (counters.geglu_fused, counters.geglu_compat) == (
+            (21, 0) if path == "fused" else (0, 21)
+        )
+    assert torch.equal(logits["fused"], logits["compat"])
+    log_p, log_q = (x.double().log_softmax(-1) for x in (logits["fused"], logits["compat"]))
+    assert bool(((log_p.exp() * (log_p - log_q)).sum(-1) == 0).all())
+    # Beside PyTorch's own activation: other roundings, the same function.
+    assert not torch.equal(plain, logits["fused"])
+    mlp, x = model.model.layers[0].mlp, torch.randn(64, 128, dtype=dtype)
+    patched = mlp(x)
+    assert nybble.transformers.unpatch_mlp(model) == 3
+    assert torch.equal(logits_of(model, ids), plain)
+    error = (mlp(x) - patched).abs().mean() / mlp(x).abs().mean()
+    assert 0 < float(error) < torch.finfo(dtype).eps
+    assert nybble.transformers.unpatch_mlp(model) == 0
+
+
+def test_patch_mlp_refuses() -> None:
+    with pytest.raises(NybbleError, match="LlamaForCausalLM has no MLP of GemmaMLP"):
+        nybble.transformers.patch_mlp(tiny("llama", "nybble"))
+    model = tiny("gemma2", "nybble")
+    with pytest.raises(NybbleError, match="path is 'quick'"):
+        nybble.transformers.patch_mlp(model, "quick")
+    model.model.layers[1].mlp.act_fn = torch.nn.SiLU()
+    with pytest.raises(NybbleError, match="activation is SiLU"):
+        nybble.transformers.patch_mlp(model)
+    assert nybble.transformers.unpatch_mlp(model) == 0
+    model = tiny("gemma2", "nybble")
+    nybble.transformers.patch_mlp(model)
+    with torch.enable_grad(), pytest.raises(NybbleError, match="gate and up require gradients"):
+        model.model.layers[0].mlp(torch.zeros(1, 1, 128))
