@@ -33,7 +33,7 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_type
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ._arrays import device_of
+from ._arrays import HOST, device_of
 from ._attention import attention
 from ._cache import Cache
 from ._context import Context, default_context
@@ -43,6 +43,7 @@ from ._geglu import geglu, path_id
 from ._nybble import ffi, lib
 
 __all__ = [
+    "DecodeGraph",
     "NybbleCache",
     "NybbleLayer",
     "attention_forward",
@@ -406,6 +407,88 @@ def _check_supported(
         check(lib.nyb_attention_plan(context._c, call, plan))
     except NybbleError as error:
         raise NybbleError(f"layer {layer} of {config.model_type}: {error}", error.status) from None
+
+
+# ---- One decode step as a CUDA graph ----------------------------------------------------------
+
+
+class DecodeGraph:
+    """A model's decode step over a NybbleCache, captured once and replayed: no time goes by on the
+    host. The cache's lengths and the positions are on the device, and move along there.
+
+        cache.reserve(ids.shape[1] + 256)
+        model(ids, cache=cache)                     # the prompt, and one token, eagerly
+        model(token, cache=cache)
+        graph = DecodeGraph(model, cache)
+        logits = graph.step(token)                  # [batch, 1, vocabulary], until the next step
+        graph.finish()                              # the cache knows its length again
+
+    Args:
+        model: on a CUDA device, with attn_implementation="nybble".
+        cache: holds the prompt, which has no padding, and a token that was decoded eagerly (that
+            compiles the kernels), and has room for what is to come.
+
+    Raises:
+        NybbleError: POINTER where the cache is not on a CUDA device; LENGTH where it is empty, or
+            full (from `step`).
+    """
+
+    def __init__(self, model: Any, cache: NybbleCache) -> None:
+        self.cache = cache
+        layers = list(cache._layers())
+        stored = [layer.stored for layer in layers if layer.stored is not None]
+        if not stored or len(stored) < len(layers) or cache.get_seq_length() == 0:
+            raise refuse("the cache is empty; it must hold a prompt", lib.NYB_ERROR_LENGTH)
+        if stored[0].device == HOST:
+            raise refuse(
+                "the cache is on the CPU; a graph is captured on a CUDA device",
+                lib.NYB_ERROR_POINTER,
+            )
+        self._room = min(
+            (
+                layer.stored.usage().capacity_tokens - layer.cumulative_length
+                for layer in layers
+                if layer.stored is not None and layer.sliding_window is None
+            ),
+            default=1 << 31,
+        )
+        device, batch = f"cuda:{stored[0].device}", stored[0].batch
+        self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
+        self._position = torch.full((batch, 1), cache.get_seq_length(), device=device)
+        with torch.no_grad(), torch.cuda.device(device):
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self.logits = self._forward(model)
+                self._next = self.logits[:, -1:].argmax(-1)
+                self._position.add_(1)
+            cache.refresh()  # nothing of that has run
+
+    def _forward(self, model: Any) -> torch.Tensor:
+        made: torch.Tensor = model(
+            self.token, position_ids=self._position, cache=self.cache, use_cache=True
+        ).logits
+        return made
+
+    def _replay(self) -> None:
+        if self._room <= 0:
+            raise refuse("the cache is full; reserve more and capture again", lib.NYB_ERROR_LENGTH)
+        self._room -= 1
+        self._graph.replay()
+
+    def step(self, token: torch.Tensor) -> torch.Tensor:
+        """Decode [batch, 1] tokens; returns the logits, which the next step overwrites."""
+        self.token.copy_(token)
+        self._replay()
+        return self.logits
+
+    def greedy(self) -> torch.Tensor:
+        """Decode what is in `token`, and put the likeliest next ones there: [batch, 1]."""
+        self._replay()
+        return self.token.copy_(self._next)
+
+    def finish(self) -> None:
+        """Wait, and let the cache know how far it has come."""
+        self.cache.refresh()
 
 
 # ---- Masks -------------------------------------------------------------------------------------

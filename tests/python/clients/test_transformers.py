@@ -387,6 +387,12 @@ def test_refused_in_use() -> None:
         cache.layers[0].offload()
     with torch.enable_grad(), pytest.raises(NybbleError, match="inference alone"):
         model(ids)
+    with pytest.raises(NybbleError, match="it must hold a prompt"):
+        nybble.transformers.DecodeGraph(model, NybbleCache(model.config))
+    cache.reset()
+    model(ids, cache=cache)
+    with pytest.raises(NybbleError, match="captured on a CUDA device"):
+        nybble.transformers.DecodeGraph(model, cache)
 
 
 def test_other_modules_do_not_see_gradients() -> None:
