@@ -566,7 +566,8 @@ static void value_errors_fused(const oracle_attention *a, const row_state *row, 
   for (int64_t d = 0; d < dim; d++) {
     double from_weights = deviation[d] / (1 - below);
     if (!(above < 0.25)) {
-      from_weights = fmin(isnan(from_weights) ? INFINITY : from_weights,
+      /* NaN, or below 0 where `below` is 1 and a rounding: no bound. */
+      from_weights = fmin(from_weights >= 0 ? from_weights : INFINITY,
                           largest_deviation(a, row, d, result->out[d]));
     }
     result->out_error[d] = from_weights + depth * ORACLE_F32_UNIT * result->out_error[d] + lost;
