@@ -33,7 +33,8 @@
  *   Streams   the last argument of run calls is a stream of the context's backend; on the CPU it
  *             must be NULL, and the call has finished when it returns. On CUDA it is a CUstream
  *             (NULL: the default one), the call returns once the work is queued there, and every
- *             data pointer of a descriptor, lengths and workspace too, is device memory.
+ *             data pointer of a descriptor, lengths, other numbers and workspace too, is device
+ *             memory.
  *   Run calls (nyb_*_run, nyb_cache_append while it need not grow) do not allocate.
  */
 #ifndef NYBBLE_H
@@ -424,7 +425,12 @@ typedef struct nyb_attention {
   nyb_rounding rounding;
 
   /* What follows may all be left 0. A row sees a token that every one of mask, window and
-   * mask_array lets it see. Of pages, ring, starts and the two parts a call has at most one. */
+   * mask_array lets it see. Of pages, ring, starts and the two parts a call has at most one.
+   *
+   * CUDA: starts, mask_array.data, sinks, alibi_slopes, pages.table, ring.offsets, last_begins and
+   * the parts' rows are device memory, as lengths and k are, and NYB_ERROR_POINTER where they are
+   * not. Where the CPU refuses one of these numbers, it counts there as the nearest possible one;
+   * so does a length beyond mask_array.tokens. */
 
   /* Rows see the last window_tokens tokens up to their own, theirs included, and the first
    * window_keep_tokens ones whatever the window. A row's position is mask's; under NYB_MASK_NONE,

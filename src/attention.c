@@ -79,36 +79,6 @@ static nyb_status check_choices(const nyb_attention *a) {
   return NYB_OK;
 }
 
-/* Fields that not every backend has kernels for. Nothing is approximated: what a backend lacks is
- * refused by name. */
-static nyb_status check_supported(const nyb_context *context, const nyb_attention *a) {
-  const bool on_cuda = nyb_on_cuda(context);
-  const struct {
-    const char *field;
-    bool is_set, on_cpu;
-  } fields[] = {
-      {"mask NYB_MASK_CAUSAL_TOP_LEFT", a->mask == NYB_MASK_CAUSAL_TOP_LEFT, true},
-      {"window_tokens", a->window_tokens != 0, true},
-      {"window_keep_tokens", a->window_keep_tokens != 0, true},
-      {"starts", a->starts != NULL, true},
-      {"mask_array", a->mask_array.data != NULL || a->mask_array.kind != 0, true},
-      {"sinks", a->sinks != NULL, true},
-      {"alibi_slopes", a->alibi_slopes != NULL, true},
-      {"softcap", a->softcap != 0, true},
-      {"pages", a->pages.table != NULL || a->pages.page_tokens != 0, true},
-      {"ring", a->ring.offsets != NULL || a->ring.keep_tokens != 0, true},
-      {"first", a->first.tokens != 0, true},
-      {"last", a->last.tokens != 0, true},
-  };
-  for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
-    if (!fields[i].is_set || (fields[i].on_cpu && !on_cuda)) continue;
-    return nyb_fail(NYB_ERROR_UNSUPPORTED,
-                    "attention.%s is set; the %s backend has no kernel for it, and it must be 0",
-                    fields[i].field, nyb_backend_name(context->backend));
-  }
-  return NYB_OK;
-}
-
 static nyb_status check_window(const nyb_attention *a) {
   nyb_status status = nyb_check_size("window_tokens", a->window_tokens, 0, INT64_MAX);
   if (status == NYB_OK) {
@@ -349,7 +319,6 @@ static nyb_status check(nyb_context *context, const nyb_attention *a, nyb_attent
   if (status == NYB_OK) status = check_window(a);
   if (status == NYB_OK) status = check_mask_array(a);
   if (status == NYB_OK) status = check_softcap(a);
-  if (status == NYB_OK) status = check_supported(context, a);
   if (status == NYB_OK) status = nyb_check_places(a);
   if (status != NYB_OK) return status;
   *call = (nyb_attention_call){

@@ -55,8 +55,8 @@ void parts_free(parts_scene *parts);
 /* Whether the fused path may leave these bits, which scene_bits() has ordered; `text` says why not.
  * *worst gets the largest error as a share of its tolerance. Of masks only NONE and CAUSAL, no
  * window, array, sinks, slopes or softcap. */
-bool parts_right(const parts_scene *parts, const uint8_t *bits, double *worst, char *text,
-                 size_t text_size);
+bool parts_right(const parts_scene *parts, oracle_arithmetic arithmetic, const uint8_t *bits,
+                 double *worst, char *text, size_t text_size);
 
 /* The same sequences in one cache of the given formats, with the first scene's queries. `copy` is
  * copy_stored_row, or widen_stored_row for plain f32: scale * code + bias as f32 arithmetic has it.

@@ -53,6 +53,7 @@ typedef struct check_options {
   nyb_isa isa;           /* AUTO: every one that runs here */
   const char *operation; /* NULL: every one; else "quantize", "attention" (with its merge),
                             "attention_merge", "geglu" or "append" */
+  bool features;         /* of attention, only what a call may ask for beside a rectangle */
   const char *format;    /* NULL: every one, and mixed; else the kernel table's name of one */
   const check_library *library;
   check_progress progress; /* may be NULL */
@@ -77,8 +78,8 @@ void check_free(check_run *run);
 
 void check_quantize(check_run *run);
 void check_attention(check_run *run);
-void check_attention_places(check_run *run); /* CPU */
-void check_attention_merge(check_run *run);  /* CPU */
+void check_attention_places(check_run *run);
+void check_attention_merge(check_run *run); /* CPU */
 void check_geglu(check_run *run);
 void check_append(check_run *run); /* CUDA */
 

@@ -185,10 +185,36 @@ static int64_t products_of(const attention_shape *s) {
   return products;
 }
 
+static void run_on_gpu(check_run *run, attention_scene *scene, nyb_path path, const char *what) {
+  kernel_set set;
+  scene_expected expected;
+  if (!find_kernels(run, scene, NYB_ISA_CUDA, path, &set) ||
+      !scene_expect(scene, path, set.arithmetic, &expected)) {
+    return;
+  }
+  run_path(run, scene, NYB_ISA_CUDA, path, &set, &expected, what);
+  scene_expected_free(&expected);
+}
+
+static void check_scene_on_gpu(check_run *run, const attention_shape *shape) {
+  attention_scene scene;
+  char what[256];
+  if (!scene_make(&scene, shape)) return;
+  check_stage_place(STAGE_AS_ON_HOST);
+  scene_describe(&scene, what, sizeof what);
+  run_on_gpu(run, &scene, NYB_PATH_FUSED, what);
+  if (products_of(shape) < 1000000) run_on_gpu(run, &scene, NYB_PATH_COMPAT, what);
+  scene_free(&scene);
+}
+
 static void check_scene(check_run *run, const attention_shape *shape) {
   attention_scene scene;
   scene_expected expected;
   char what[256];
+  if (run->options.backend == NYB_BACKEND_CUDA) {
+    check_scene_on_gpu(run, shape);
+    return;
+  }
   if (!scene_make(&scene, shape)) return;
   scene_describe(&scene, what, sizeof what);
   if (scene_expect(&scene, NYB_PATH_FUSED, ORACLE_CPU, &expected)) {
@@ -212,11 +238,22 @@ typedef struct walk {
   int64_t index; /* of the case */
 } walk;
 
+void settle_for_gpu(attention_shape *shape) {
+  nyb_format *format = &shape->key_format;
+  if (format->scheme == NYB_AFFINE) {
+    format->group_size = 32;
+    format->dtype = NYB_BF16;
+  }
+  shape->key_dim = shape->value_dim = 64;
+  shape->value_format = *format;
+}
+
 /* What a case leaves open, formats, dtypes, rounding and layout, rotates from case to case; a quick
  * run takes a quarter of the cases, another quarter for each format. */
 static void check_case(walk *w, attention_shape shape) {
   const int64_t index = w->index++;
   if (w->run->options.quick && (index + w->format) % 4 != 0) return;
+  if (w->run->options.sanitizer && index % 16 != w->format) return;
   check_random random = {.state = (uint64_t)(index * FORMATS + w->format)};
   shape.seed = check_random_bits(&random);
   if (shape.capacity_tokens == 0) {
@@ -234,6 +271,7 @@ static void check_case(walk *w, attention_shape shape) {
       choose_format(keys_first ? w->format : other, shape.key_dim, key_salt, &shape.key_format) &&
       choose_format(keys_first ? other : w->format, shape.value_dim, value_salt,
                     &shape.value_format);
+  if (w->run->options.backend == NYB_BACKEND_CUDA) settle_for_gpu(&shape);
   if (shape.query_dtype == 0) {
     shape.query_dtype = (nyb_dtype)(NYB_F32 + check_random_below(&random, 3));
   }
@@ -666,6 +704,11 @@ static void check_features(walk *w) {
   check_mixtures(w);
 }
 
+void check_attention_features(check_run *run, int format) {
+  walk w = {.run = run, .format = format};
+  check_features(&w);
+}
+
 /* Long contexts: many chunks. Field case 22 is the wide one. */
 static void check_long(walk *w) {
   if (w->run->options.quick) {
@@ -1058,6 +1101,8 @@ void check_attention(check_run *run) {
     check_format_name(&any, name);
     check_step(run, "attention", format, FORMATS);
     if (!check_wants_format(run, name)) continue;
+    check_features(&w);
+    if (run->options.features) continue;
     check_lengths(&w);
     check_dims(&w);
     check_ratios(&w);
@@ -1067,7 +1112,6 @@ void check_attention(check_run *run) {
     check_one_hot(&w);
     check_poison(&w);
     check_overflow(&w);
-    check_features(&w);
     check_long(&w);
     check_accuracy(run, format);
     check_invariant_shapes(run, format);

@@ -42,4 +42,11 @@ void check_scene_accuracy(check_run *run, attention_scene *scene, nyb_isa isa);
 
 void check_attention_cuda(check_run *run);
 
+/* Masks, windows, sinks, softcaps and slopes over keys or values of the i-th format. */
+void check_attention_features(check_run *run, int format);
+
+/* Each specialisation takes the GPU's compiler seconds: a case keeps to one pair of row lengths and
+ * to one kind of rows, of the keys' width. */
+void settle_for_gpu(attention_shape *shape);
+
 #endif

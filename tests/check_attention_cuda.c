@@ -349,6 +349,81 @@ static void check_family_invariants(check_run *run, const family *f, int format)
   }
 }
 
+/* ---- Enough units for whole ones ----------------------------------------------------------------
+ */
+
+/* Rows in the middle, run alone: a block of threads takes a chunk of theirs, where many rows make
+ * it take all chunks of a unit. Where no row's position matters the bits must not differ. */
+static bool same_in_chunks(check_run *run, attention_scene *scene) {
+  enum { FIRST = 1000, ROWS = 3 };
+  const attention_shape *s = &scene->shape;
+  const int64_t out_bytes = s->out_dtype == NYB_F32 ? 4 : 2;
+  nyb_attention call = scene->call;
+  uint8_t *want = malloc((size_t)scene_bits_bytes(scene));
+  uint8_t *got = malloc((size_t)scene_bits_bytes(scene));
+  bool good =
+      want != NULL && got != NULL &&
+      scene_run(scene, run->options.library, run->contexts[NYB_ISA_CUDA], NYB_PATH_FUSED) == NYB_OK;
+  if (good) {
+    scene_bits(scene, want);
+    call.path = NYB_PATH_FUSED;
+    call.query_len = ROWS;
+    call.q.data =
+        (const char *)call.q.data + FIRST * call.q.stride[2] * (s->query_dtype == NYB_F32 ? 4 : 2);
+    call.out.data = (char *)call.out.data + FIRST * call.out.stride[2] * out_bytes;
+    call.lse.data = (float *)call.lse.data + FIRST * call.lse.stride[2];
+    check_buffer_poison(&scene->out);
+    good = run->options.library->attention(run->contexts[NYB_ISA_CUDA], &call, scene->workspace,
+                                           scene->workspace_bytes, NULL) == NYB_OK;
+  }
+  if (good) scene_bits(scene, got);
+  const int64_t row_bytes = s->value_dim * out_bytes;
+  for (int64_t head = 0; head < s->query_heads && good; head++) {
+    const int64_t at = (head * s->query_len + FIRST) * row_bytes;
+    good = memcmp(want + at, got + at, (size_t)(ROWS * row_bytes)) == 0;
+  }
+  free(want);
+  free(got);
+  return good;
+}
+
+/* More than a thousand units of sixteen rows over three chunks. */
+static void check_whole_units(check_run *run, int format) {
+  attention_shape shape = decode_shape("whole units", 4, 2, 64, 600);
+  attention_scene scene;
+  kernel_set set;
+  if (run->options.sanitizer || !choose_format(format, 64, 0, &shape.key_format)) return;
+  settle_for_gpu(&shape);
+  shape.query_len = 4200;
+  shape.query_dtype = shape.out_dtype = NYB_BF16;
+  shape.capacity_tokens = 600;
+  shape.seed = (uint64_t)format;
+  for (int i = 0; i < 2; i++) {
+    const bool by_position = i == 0;
+    char what[256];
+    scene_expected expected;
+    shape.mask = by_position ? NYB_MASK_CAUSAL_TOP_LEFT : NYB_MASK_NONE;
+    shape.window_tokens = by_position ? 290 : 0;
+    shape.window_keep_tokens = by_position ? 5 : 0;
+    shape.mask_array = (scene_mask){
+        .kind = by_position ? 0 : NYB_MASK_ARRAY_ADD, .of_head = true, .class = MASK_TILES};
+    shape.sinks = shape.slopes = by_position;
+    shape.softcap = by_position ? 0 : 20;
+    if (!scene_make(&scene, &shape)) return;
+    check_stage_place(STAGE_AS_ON_HOST);
+    scene_describe(&scene, what, sizeof what);
+    if (find_kernels(run, &scene, NYB_ISA_CUDA, NYB_PATH_FUSED, &set) &&
+        scene_expect(&scene, NYB_PATH_FUSED, set.arithmetic, &expected)) {
+      run_path(run, &scene, NYB_ISA_CUDA, NYB_PATH_FUSED, &set, &expected, what);
+      scene_expected_free(&expected);
+      if (!by_position && !same_in_chunks(run, &scene)) {
+        check_fail(run, set.tallies[set.scores], "%s: other bits than rows run alone", what);
+      }
+    }
+    scene_free(&scene);
+  }
+}
+
 /* ---- Graphs: captured at length 1, replayed at every later one ---------------------------------
  */
 
@@ -565,7 +640,9 @@ void check_attention_cuda(check_run *run) {
     choose_format(format, 128, 0, &any);
     check_format_name(&any, name);
     if (!check_wants_format(run, name)) continue;
-    for (int i = 0; i < count; i++) {
+    check_attention_features(run, format);
+    check_whole_units(run, format);
+    for (int i = 0; i < count && !run->options.features; i++) {
       check_step(run, "attention", format * 100 + i, FORMATS * 100);
       if (wants_family(run, &families[i], format, i)) {
         check_family(run, &families[i], format, i + format);

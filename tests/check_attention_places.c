@@ -7,6 +7,7 @@
 
 #include "attention_places.h"
 #include "check_attention.h"
+#include "check_stage.h"
 
 /* ---- Random shapes ------------------------------------------------------------------------ */
 
@@ -170,6 +171,19 @@ static void use_asked_format(const check_run *run, check_random *random, attenti
   shape->value_format = shape->key_format;
 }
 
+static bool on_gpu(const check_run *run) { return run->options.backend == NYB_BACKEND_CUDA; }
+
+/* The same kernel must take the tokens laid out one after the other: with f32 queries the general
+ * one takes all calls. */
+static void settle_placed_for_gpu(const check_run *run, attention_shape *shape) {
+  if (!on_gpu(run)) return;
+  settle_for_gpu(shape);
+  if (shape->window_tokens == 0 && !shape->sinks && !shape->slopes && shape->softcap == 0 &&
+      shape->mask_array.kind == 0) {
+    shape->query_dtype = NYB_F32;
+  }
+}
+
 static void check_placed(check_run *run, int kind, check_random *random) {
   attention_shape shape =
       places_random_shape(kinds[kind], places_random_most_tokens(random), random);
@@ -177,7 +191,10 @@ static void check_placed(check_run *run, int kind, check_random *random) {
   placed_scene placed = {0};
   use_asked_format(run, random, &shape);
   places_add_features(random, &shape);
+  settle_placed_for_gpu(run, &shape);
   if (scene_make(&scene, &shape) && place(kind, &scene, random, &placed)) {
+    compare_bits(run, kind, NYB_ISA_CUDA, NYB_PATH_FUSED, &scene, &scene, &placed);
+    compare_bits(run, kind, NYB_ISA_CUDA, NYB_PATH_COMPAT, &scene, &scene, &placed);
     for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
       compare_bits(run, kind, isa, NYB_PATH_FUSED, &scene, &scene, &placed);
     }
@@ -187,17 +204,31 @@ static void check_placed(check_run *run, int kind, check_random *random) {
   scene_free(&scene);
 }
 
+/* The middle part chooses the kernel, which takes the others in whatever format. */
+static void settle_parts_for_gpu(attention_shape shapes[SCENE_PARTS]) {
+  settle_for_gpu(&shapes[1]);
+  for (int part = 0; part < SCENE_PARTS; part++) {
+    shapes[part].key_dim = shapes[1].key_dim;
+    shapes[part].value_dim = shapes[1].value_dim;
+    nyb_format *const formats[] = {&shapes[part].key_format, &shapes[part].value_format};
+    for (int i = 0; i < 2; i++) {
+      if (formats[i]->group_size > shapes[1].key_dim) formats[i]->group_size = 32;
+    }
+  }
+}
+
 static void check_fused_parts(check_run *run, parts_scene *parts, nyb_isa isa) {
   check_tally *tally = tally_of(run, PARTS_KIND, isa, NYB_PATH_FUSED);
   char text[256] = "memory ran out";
   if (tally == NULL) return;
   attention_scene *scene = &parts->scenes[0];
+  const oracle_arithmetic arithmetic = isa == NYB_ISA_CUDA ? ORACLE_CUDA_F32 : ORACLE_CPU;
   double worst = 0;
   uint8_t *bits = malloc((size_t)scene_bits_bytes(scene));
   const bool good = bits != NULL &&
                     placed_run(scene, &parts->placed, run->options.library, run->contexts[isa],
                                NYB_PATH_FUSED, bits, text, sizeof text) == NYB_OK &&
-                    parts_right(parts, bits, &worst, text, sizeof text);
+                    parts_right(parts, arithmetic, bits, &worst, text, sizeof text);
   if (scene->shape.rounding == NYB_ROUNDING_EXACT) check_note_error(tally, worst, 1);
   count(run, tally, scene, good, text);
   free(bits);
@@ -213,12 +244,15 @@ static void check_parts(check_run *run, check_random *random) {
   use_asked_format(run, random, &shapes[1]);
   for (int part = 0; part < SCENE_PARTS; part++) shapes[part].value_dim = shapes[1].value_dim;
   if (run->options.format != NULL) shapes[0].value_format = shapes[2].value_format = floats;
+  if (on_gpu(run)) settle_parts_for_gpu(shapes);
   if (parts_make(&parts, shapes) &&
       parts_make_whole(&parts, &floats, &floats, widen_stored_row, &whole)) {
-    for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
+    for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_CUDA; isa++) {
       check_fused_parts(run, &parts, isa);
     }
     compare_bits(run, PARTS_KIND, NYB_ISA_SCALAR, NYB_PATH_COMPAT, &whole, &parts.scenes[0],
+                 &parts.placed);
+    compare_bits(run, PARTS_KIND, NYB_ISA_CUDA, NYB_PATH_COMPAT, &whole, &parts.scenes[0],
                  &parts.placed);
   }
   scene_free(&whole);
@@ -226,7 +260,7 @@ static void check_parts(check_run *run, check_random *random) {
 }
 
 void check_attention_places(check_run *run) {
-  const int cases = run->options.quick ? 8 : 50;
+  const int cases = run->options.sanitizer ? 2 : run->options.quick ? 8 : 50;
   check_random random = {.state = 99};
   for (int i = 0; i < cases; i++) {
     check_step(run, "attention_places", i, cases);

@@ -144,8 +144,8 @@ static int64_t visible_tokens(const parts_scene *c, int64_t b, int64_t row) {
 }
 
 /* False where memory ran out. */
-static bool expect_row(const parts_scene *c, const piece *pieces, int count, int64_t visible,
-                       const double *query, oracle_result *merged) {
+static bool expect_row(const parts_scene *c, oracle_arithmetic arithmetic, const piece *pieces,
+                       int count, int64_t visible, const double *query, oracle_result *merged) {
   const attention_shape *s = &c->scenes[0].shape;
   double *memory = malloc(sizeof(double) * (size_t)(2 * MAX_PIECES * s->value_dim));
   oracle_result results[MAX_PIECES];
@@ -155,6 +155,7 @@ static bool expect_row(const parts_scene *c, const piece *pieces, int count, int
     const piece *p = &pieces[used];
     const oracle_attention attention = {.keys = &p->keys,
                                         .values = &p->values,
+                                        .arithmetic = arithmetic,
                                         .query_dtype = s->query_dtype,
                                         .out_dtype = s->out_dtype,
                                         .scale = c->placed.call.scale,
@@ -197,8 +198,9 @@ static bool row_right(const parts_scene *c, const uint8_t *bits, int64_t row,
 }
 
 /* The rows of the query heads that share a KV head. memory: for a query, out and its errors. */
-static bool kv_head_right(const parts_scene *c, int64_t b, int64_t kv_head, const uint8_t *bits,
-                          double *memory, double *worst, char *text, size_t text_size) {
+static bool kv_head_right(const parts_scene *c, oracle_arithmetic arithmetic, int64_t b,
+                          int64_t kv_head, const uint8_t *bits, double *memory, double *worst,
+                          char *text, size_t text_size) {
   const attention_shape *s = &c->scenes[0].shape;
   const int64_t heads_per_kv = s->query_heads / s->kv_heads;
   oracle_result want = {.out = memory + s->key_dim,
@@ -209,7 +211,7 @@ static bool kv_head_right(const parts_scene *c, int64_t b, int64_t kv_head, cons
   for (int64_t i = 0; right && i < heads_per_kv * s->query_len; i++) {
     const int64_t head = kv_head * heads_per_kv + i / s->query_len, row = i % s->query_len;
     load_query(&c->scenes[0], b, head, row, memory);
-    right = expect_row(c, pieces, count, visible_tokens(c, b, row), memory, &want) &&
+    right = expect_row(c, arithmetic, pieces, count, visible_tokens(c, b, row), memory, &want) &&
             row_right(c, bits, (b * s->query_heads + head) * s->query_len + row, &want, worst, text,
                       text_size);
   }
@@ -217,16 +219,16 @@ static bool kv_head_right(const parts_scene *c, int64_t b, int64_t kv_head, cons
   return right;
 }
 
-bool parts_right(const parts_scene *c, const uint8_t *bits, double *worst, char *text,
-                 size_t text_size) {
+bool parts_right(const parts_scene *c, oracle_arithmetic arithmetic, const uint8_t *bits,
+                 double *worst, char *text, size_t text_size) {
   const attention_shape *s = &c->scenes[0].shape;
   double *memory = malloc(sizeof(double) * (size_t)(s->key_dim + 2 * s->value_dim));
   bool right = memory != NULL;
   snprintf(text, text_size, "memory ran out");
   *worst = 0;
   for (int64_t i = 0; right && i < s->batch * s->kv_heads; i++) {
-    right =
-        kv_head_right(c, i / s->kv_heads, i % s->kv_heads, bits, memory, worst, text, text_size);
+    right = kv_head_right(c, arithmetic, i / s->kv_heads, i % s->kv_heads, bits, memory, worst,
+                          text, text_size);
   }
   free(memory);
   return right;

@@ -16,7 +16,7 @@ typedef struct piece {
   uint8_t *own;
 } piece;
 
-enum { MAX_PIECES = 24 };
+enum { MAX_PIECES = 32 };
 
 static struct {
   device_stream stream;
@@ -300,6 +300,36 @@ static bool place_workspace(void *workspace, size_t bytes, staged_attention *sta
   return true;
 }
 
+/* What a call has beside a rectangle. */
+static void add_features(const nyb_attention *call) {
+  const int64_t batch_bytes = call->batch * (int64_t)sizeof(int32_t);
+  add_piece(call->starts, batch_bytes);
+  add_piece(call->mask_array.data, 0);
+  add_piece(call->sinks, 0);
+  add_piece(call->alibi_slopes, 0);
+  add_piece(call->pages.table, call->batch * call->pages.table_stride * (int64_t)sizeof(int32_t));
+  add_piece(call->ring.offsets, batch_bytes);
+  add_piece(call->last_begins, batch_bytes);
+  add_stored(&call->first.k);
+  add_stored(&call->first.v);
+  add_stored(&call->last.k);
+  add_stored(&call->last.v);
+}
+
+static void translate_features(nyb_attention *call) {
+  call->starts = translate(call->starts);
+  call->mask_array.data = translate(call->mask_array.data);
+  call->sinks = translate(call->sinks);
+  call->alibi_slopes = translate(call->alibi_slopes);
+  call->pages.table = translate(call->pages.table);
+  call->ring.offsets = translate(call->ring.offsets);
+  call->last_begins = translate(call->last_begins);
+  call->first.k = translate_stored(call->first.k);
+  call->first.v = translate_stored(call->first.v);
+  call->last.k = translate_stored(call->last.k);
+  call->last.v = translate_stored(call->last.v);
+}
+
 bool check_stage_attention(const nyb_attention *host, void *workspace, size_t workspace_bytes,
                            staged_attention *staged) {
   begin();
@@ -311,6 +341,7 @@ bool check_stage_attention(const nyb_attention *host, void *workspace, size_t wo
   add_stored(&call->v);
   add_piece(call->out.data, 0);
   add_piece(call->lse.data, 0);
+  add_features(call);
   if (!place_workspace(workspace, workspace_bytes, staged) || !upload()) return false;
   call->q.data = translate(call->q.data);
   call->lengths = staged->lengths = translate(call->lengths);
@@ -318,6 +349,7 @@ bool check_stage_attention(const nyb_attention *host, void *workspace, size_t wo
   call->v = translate_stored(call->v);
   call->out.data = translate(call->out.data);
   call->lse.data = translate(call->lse.data);
+  translate_features(call);
   return true;
 }
 

@@ -26,11 +26,12 @@ typedef struct path_tally {
   const char *name, *operation;
   nyb_isa isa;
 } path_tally;
-#define FEATURE_TALLIES(feature)                                                                \
-  {feature "_compat", feature "_compat", NYB_ISA_SCALAR},                                       \
-      {feature "_scalar", feature, NYB_ISA_SCALAR}, {feature "_avx2", feature, NYB_ISA_AVX2},   \
-      {feature "_avx512", feature, NYB_ISA_AVX512}, {feature "_neon", feature, NYB_ISA_NEON}, { \
-    feature "_cuda", feature, NYB_ISA_CUDA                                                      \
+#define FEATURE_TALLIES(feature)                                                              \
+  {feature "_compat", feature "_compat", NYB_ISA_SCALAR},                                     \
+      {feature "_scalar", feature, NYB_ISA_SCALAR}, {feature "_avx2", feature, NYB_ISA_AVX2}, \
+      {feature "_avx512", feature, NYB_ISA_AVX512}, {feature "_neon", feature, NYB_ISA_NEON}, \
+      {feature "_cuda", feature, NYB_ISA_CUDA}, {                                             \
+    feature "_compat_cuda", feature "_compat", NYB_ISA_CUDA                                   \
   }
 static const path_tally paths[] = {
     {"attention_compat", "attention_compat", NYB_ISA_SCALAR},
@@ -50,7 +51,7 @@ static const path_tally paths[] = {
     FEATURE_TALLIES("attention_ring"),
     FEATURE_TALLIES("attention_parts"),
 };
-enum { PATH_COUNT = sizeof paths / sizeof paths[0], FIRST_FEATURE = 5 };
+enum { PATH_COUNT = sizeof paths / sizeof paths[0] };
 
 static bool operation_asked(const check_run *run, const char *operation) {
   const char *asked = run->options.operation;
@@ -78,16 +79,23 @@ static void skip(check_tally *tally, const char *reason) {
   tally->skip_reason = reason;
 }
 
+/* Kernels that take nothing but rectangles. */
+static bool takes_features(const nyb_kernel *kernel) {
+  return strcmp(kernel->operation, "attention_decode") != 0 &&
+         strcmp(kernel->operation, "attention_prefill") != 0;
+}
+
 static const char *why_left_out(const check_run *run, const nyb_kernel *kernel) {
   const check_options *asked = &run->options;
   const bool cuda = kernel->isa == NYB_ISA_CUDA;
   if (cuda != (asked->backend == NYB_BACKEND_CUDA)) return "backend";
   if (asked->isa != NYB_ISA_AUTO && asked->isa != kernel->isa) return "ISA";
   if (!operation_asked(run, kernel->operation)) return "operation";
+  if (asked->features && !takes_features(kernel)) return "operation";
   return format_asked(run, kernel) ? NULL : "format";
 }
 
-/* A feature runs where the kernels of its ISA do; on CUDA there are none for it yet. */
+/* A feature runs where the kernels of its ISA do. */
 static nyb_kernel path_kernel(int64_t index) {
   const path_tally *path = &paths[index];
   nyb_kernel like = NYB_KERNEL_INIT;
@@ -97,9 +105,9 @@ static nyb_kernel path_kernel(int64_t index) {
     nyb_kernel kernel = NYB_KERNEL_INIT;
     if (nyb_kernel_at(NULL, i, &kernel) == NYB_OK && kernel.isa == path->isa) like = kernel;
   }
-  if (path->isa == NYB_ISA_CUDA) {
-    like.runs_here = index < FIRST_FEATURE;
-    like.reason = like.runs_here ? "" : "the CUDA backend has no kernel for it";
+  if (path->isa == NYB_ISA_CUDA) { /* the device has been opened by now */
+    like.runs_here = true;
+    like.reason = "";
   }
   like.name = path->name;
   like.operation = path->operation;
@@ -323,9 +331,7 @@ check_run *check_all(const check_options *options) {
   if (operation_asked(run, "quantize")) check_quantize(run);
   if (operation_asked(run, "geglu")) check_geglu(run);
   if (operation_asked(run, "attention")) check_attention(run);
-  if (operation_asked(run, "attention") && run->options.backend == NYB_BACKEND_CPU) {
-    check_attention_places(run);
-  }
+  if (operation_asked(run, "attention")) check_attention_places(run);
   if (operation_asked(run, "attention_merge")) check_attention_merge(run);
   if (operation_asked(run, "cache_append") && run->options.backend == NYB_BACKEND_CUDA) {
     check_append(run);

@@ -33,7 +33,7 @@ static void test_fused_against_the_oracle(void **state) {
     for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
       if (places_contexts[isa][0] == NULL) continue;
       places_run(&c.scenes[0], &c.placed, isa, 0, NYB_PATH_FUSED, bits);
-      if (!parts_right(&c, bits, &worst, text, sizeof text))
+      if (!parts_right(&c, ORACLE_CPU, bits, &worst, text, sizeof text))
         fail_msg("%s: %s", nyb_isa_name(isa), text);
       assert_bits_again(&c.scenes[0], &c.placed, isa, NYB_PATH_FUSED, bits, "parts");
     }

@@ -1,7 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The device functions of quantize, dequantize and GeGLU, compiled for the host, against the CPU's
- * scalar kernels: the arithmetic is the same on both, so that equal bits here are equal bits on the
- * GPU, but for what the device does by its own instructions (nyb_number_from and _to). */
+/* The device functions of quantize, dequantize, GeGLU and of attention's rows and places, compiled
+ * for the host, against the CPU's own: the arithmetic is the same on both, so that equal bits here
+ * are equal bits on the GPU, but for what the device does by its own instructions (nyb_number_from
+ * and _to). */
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -12,7 +13,10 @@
 
 #include <cmocka.h>
 
+#include "../src/attention.h"
 #include "../src/cpu/geglu_f32.h"
+#include "../src/cuda/attention.h"
+#include "../src/cuda/device/attention_places.cuh"
 #include "../src/cuda/device/geglu.cuh"
 #include "../src/cuda/device/quantize.cuh"
 #include "../src/kernels.h"
@@ -336,13 +340,188 @@ static int set_up(void **state) {
   return 0;
 }
 
+/* ---- Attention: what rows see, and where tokens stand -----------------------------------------
+ */
+
+enum { MOST_SEQUENCES = 3, MOST_TABLE = 64 };
+
+/* A call of which only the numbers are looked at; data is none. */
+typedef struct numbers_case {
+  nyb_attention attention;
+  int32_t lengths[MOST_SEQUENCES], starts[MOST_SEQUENCES], table[MOST_SEQUENCES * MOST_TABLE];
+  int32_t offsets[MOST_SEQUENCES], last_begins[MOST_SEQUENCES];
+} numbers_case;
+
+static int64_t between(check_random *random, int64_t least, int64_t most) {
+  return least + check_random_below(random, most - least + 1);
+}
+
+static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+static void choose_places(numbers_case *c, check_random *random) {
+  nyb_attention *a = &c->attention;
+  switch (check_random_below(random, 5)) {
+    case 0: a->starts = c->starts; break;
+    case 1:
+      a->pages = (nyb_pages){
+          .table = c->table, .table_stride = MOST_TABLE, .page_tokens = 16, .page_count = 9};
+      break;
+    case 2:
+      a->ring = (nyb_ring){.offsets = c->offsets,
+                           .keep_tokens = check_random_below(random, a->capacity_tokens)};
+      break;
+    case 3:
+      a->first.tokens = check_random_below(random, 60);
+      a->last.tokens = between(random, a->first.tokens == 0, 60);
+      a->last_begins = c->last_begins;
+      break;
+    default: break;
+  }
+}
+
+/* Within the bounds that the CPU checks. */
+static void choose_numbers(numbers_case *c, check_random *random) {
+  nyb_attention *a = &c->attention;
+  for (int64_t b = 0; b < a->batch; b++) {
+    const int64_t length = check_random_below(random, nyb_room_tokens(a) + 1);
+    c->lengths[b] = (int32_t)length;
+    c->starts[b] = (int32_t)check_random_below(random, length + 1);
+    c->offsets[b] = (int32_t)check_random_below(random, a->capacity_tokens - a->ring.keep_tokens);
+    const int64_t least = larger(smaller(a->first.tokens, length), length - a->last.tokens);
+    const int64_t most = smaller(length, a->first.tokens + a->capacity_tokens);
+    c->last_begins[b] = (int32_t)between(random, least, most);
+  }
+  for (int i = 0; i < MOST_SEQUENCES * MOST_TABLE; i++) {
+    c->table[i] = (int32_t)check_random_below(random, 9);
+  }
+}
+
+static void choose_case(numbers_case *c, check_random *random) {
+  *c = (numbers_case){.attention = NYB_ATTENTION_INIT};
+  nyb_attention *a = &c->attention;
+  a->batch = between(random, 1, MOST_SEQUENCES);
+  a->query_heads = a->kv_heads = 1;
+  a->query_len = between(random, 1, 90);
+  a->key_dim = a->value_dim = 32;
+  a->capacity_tokens = between(random, 1, 700);
+  a->lengths = c->lengths;
+  a->k.format = a->v.format = (nyb_format){.scheme = NYB_PLAIN, .dtype = NYB_F32};
+  a->first.k = a->first.v = a->last.k = a->last.v = a->k;
+  a->q.dtype = a->out.dtype = NYB_F32;
+  a->scale = 1;
+  a->mask = (nyb_mask)check_random_below(random, 3);
+  if (check_random_below(random, 3) > 0) {
+    a->window_tokens = between(random, 1, 300);
+    a->window_keep_tokens = check_random_below(random, 100);
+  }
+  choose_places(c, random);
+  choose_numbers(c, random);
+}
+
+static nyb_attention_arguments arguments_of(const nyb_attention *a) {
+  const nyb_attention_call call = {.attention = a, .heads_per_kv = 1};
+  return nyb_cuda_attention_arguments(&call);
+}
+
+static void compare_sight(const nyb_attention *a, const nyb_attention_arguments *d, int64_t batch) {
+  const nyb_sequence sequence = nyb_sequence_of(d, batch);
+  assert_int_equal(sequence.start, nyb_sequence_start(a, batch));
+  assert_int_equal(sequence.tokens, nyb_sequence_tokens(a, batch));
+  for (int64_t row = 0; row < a->query_len; row++) {
+    const nyb_sight want = nyb_sight_of(a, batch, row);
+    const nyb_row_sight got = nyb_row_sight_of(d, &sequence, row);
+    assert_int_equal(nyb_position_of(d, &sequence, row), nyb_row_position(a, batch, row));
+    assert_int_equal(got.keep_end, want.keep_end);
+    assert_int_equal(got.begin, want.begin < 0 ? 0 : want.begin);
+    assert_int_equal(got.end, want.end);
+  }
+}
+
+static void compare_places(const nyb_attention *a, const nyb_attention_arguments *d,
+                           int64_t batch) {
+  static const int parts[] = {[NYB_PART_MIDDLE] = NYB_DEVICE_PART_MIDDLE,
+                              [NYB_PART_FIRST] = NYB_DEVICE_PART_FIRST,
+                              [NYB_PART_LAST] = NYB_DEVICE_PART_LAST};
+  const int last_begin = nyb_last_begin_of(d, batch, a->lengths[batch]);
+  const int64_t start = nyb_sequence_start(a, batch);
+  for (int64_t token = 0; token < nyb_sequence_tokens(a, batch); token++) {
+    const nyb_place want = nyb_place_of(a, batch, token);
+    const nyb_token_place got = nyb_token_place_of(d, batch, last_begin, (int)token);
+    assert_int_equal(got.part, parts[want.part]);
+    assert_int_equal(got.block, want.batch);
+    assert_int_equal(got.row + start, want.row);
+    if (!nyb_has_parts(a)) continue;
+    const int end = nyb_part_end_of(d, last_begin, (int)token);
+    assert_int_equal(end, want.part_end == INT64_MAX ? INT32_MAX : want.part_end);
+  }
+}
+
+static void test_sight_and_places(void **state) {
+  (void)state;
+  check_random random = {.state = 11};
+  for (int i = 0; i < 400; i++) {
+    numbers_case c;
+    choose_case(&c, &random);
+    const nyb_attention_arguments d = arguments_of(&c.attention);
+    for (int64_t b = 0; b < c.attention.batch; b++) {
+      compare_sight(&c.attention, &d, b);
+      compare_places(&c.attention, &d, b);
+    }
+  }
+}
+
+/* Numbers in device memory that the CPU would refuse lead to no memory but the call's own. */
+static void test_numbers_out_of_range(void **state) {
+  static const int32_t wild[] = {INT32_MIN, -1, 0, 5, 1000, INT32_MAX};
+  (void)state;
+  check_random random = {.state = 12};
+  for (int i = 0; i < 400; i++) {
+    numbers_case c;
+    choose_case(&c, &random);
+    const nyb_attention *a = &c.attention;
+    for (int64_t b = 0; b < a->batch; b++) {
+      c.lengths[b] = wild[check_random_below(&random, 6)];
+      c.starts[b] = wild[check_random_below(&random, 6)];
+      c.offsets[b] = wild[check_random_below(&random, 6)];
+      c.last_begins[b] = wild[check_random_below(&random, 6)];
+    }
+    for (int j = 0; j < MOST_SEQUENCES * MOST_TABLE; j++) {
+      c.table[j] = wild[check_random_below(&random, 6)];
+    }
+    const nyb_attention_arguments d = arguments_of(a);
+    for (int64_t b = 0; b < a->batch; b++) {
+      const nyb_sequence sequence = nyb_sequence_of(&d, b);
+      const int last_begin = nyb_last_begin_of(&d, b, sequence.tokens);
+      assert_in_range(sequence.start, 0, nyb_room_tokens(a));
+      assert_in_range(sequence.start + sequence.tokens, 0, nyb_room_tokens(a));
+      for (int64_t token = 0; token < sequence.tokens; token++) {
+        const nyb_token_place place = nyb_token_place_of(&d, b, last_begin, (int)token);
+        const int64_t blocks = nyb_is_paged(a) ? a->pages.page_count : a->batch;
+        const int64_t rows = nyb_is_paged(a)                       ? a->pages.page_tokens
+                             : place.part == NYB_DEVICE_PART_FIRST ? a->first.tokens
+                             : place.part == NYB_DEVICE_PART_LAST  ? a->last.tokens
+                                                                   : a->capacity_tokens;
+        assert_in_range(place.block, 0, blocks - 1);
+        assert_in_range(place.row + sequence.start, 0, rows - 1);
+      }
+    }
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
-      cmocka_unit_test(test_conversions), cmocka_unit_test(test_split),
-      cmocka_unit_test(test_quantize),    cmocka_unit_test(test_dequantize),
-      cmocka_unit_test(test_plain_rows),  cmocka_unit_test(test_tanh),
-      cmocka_unit_test(test_geglu_f16),   cmocka_unit_test(test_geglu_bf16),
+      cmocka_unit_test(test_conversions),
+      cmocka_unit_test(test_split),
+      cmocka_unit_test(test_quantize),
+      cmocka_unit_test(test_dequantize),
+      cmocka_unit_test(test_plain_rows),
+      cmocka_unit_test(test_tanh),
+      cmocka_unit_test(test_geglu_f16),
+      cmocka_unit_test(test_geglu_bf16),
       cmocka_unit_test(test_geglu_f32),
+      cmocka_unit_test(test_sight_and_places),
+      cmocka_unit_test(test_numbers_out_of_range),
   };
   return cmocka_run_group_tests(tests, set_up, NULL);
 }

@@ -294,9 +294,109 @@ static void nothing_to_do(void) {
   nyb_context_destroy(context);
 }
 
+/* Every field that only the general kernel takes, one at a time: the plan names it, and runs launch
+ * that kernel. */
+enum { FEATURE_COUNT = 11 };
+
+static nyb_attention with_feature(int feature, const char **field) {
+  static const char *const fields[FEATURE_COUNT] = {"mask NYB_MASK_CAUSAL_TOP_LEFT",
+                                                    "window_tokens",
+                                                    "starts",
+                                                    "mask_array",
+                                                    "sinks",
+                                                    "alibi_slopes",
+                                                    "softcap",
+                                                    "pages",
+                                                    "first",
+                                                    "last",
+                                                    "ring"};
+  nyb_attention a = calls.attention;
+  *field = fields[feature];
+  switch (feature) {
+    case 0: a.mask = NYB_MASK_CAUSAL_TOP_LEFT; break;
+    case 1: a.window_tokens = 100; break;
+    case 2: a.starts = calls.lengths; break;
+    case 3:
+      a.mask_array = (nyb_mask_array){
+          .data = calls.floats, .kind = NYB_MASK_ARRAY_ADD, .dtype = NYB_F32, .tokens = TOKENS};
+      break;
+    case 4: a.sinks = calls.floats; break;
+    case 5: a.alibi_slopes = calls.floats; break;
+    case 6: a.softcap = 30; break;
+    case 7:
+      a.pages = (nyb_pages){
+          .table = calls.lengths, .table_stride = 1, .page_tokens = 16, .page_count = BATCH};
+      break;
+    case 8: a.first = (nyb_part){.tokens = TOKENS, .k = a.k, .v = a.v}; break;
+    case 9:
+      a.last = (nyb_part){.tokens = TOKENS, .k = a.k, .v = a.v};
+      a.last_begins = calls.lengths;
+      break;
+    default: a.ring = (nyb_ring){.offsets = calls.lengths, .keep_tokens = 1}; break;
+  }
+  return a;
+}
+
+static void features_launch(void) {
+  open_all();
+  make_calls();
+  const nyb_attention plain = calls.attention;
+  for (int i = 0; i < FEATURE_COUNT; i++) {
+    const char *field;
+    nyb_plan plan = NYB_PLAN_INIT;
+    calls.attention = with_feature(i, &field);
+    make_workspace();
+    calls.attention.path = NYB_PATH_AUTO;
+    MUST(nyb_attention_plan(context, &calls.attention, &plan) == NYB_OK);
+    MUST(strcmp(plan.key_kernel, "attention_general_affine4_cuda") == 0);
+    MUST(strncmp(plan.reason, "attention.", 10) == 0);
+    MUST(strncmp(plan.reason + 10, field, strlen(field)) == 0);
+    launch_count = 0;
+    MUST(attention_fused() == NYB_OK && launch_count >= 1);
+    MUST(strcmp(launched[0], "attention_general") == 0);
+    launch_count = 0;
+    MUST(attention_compat() == NYB_OK && launch_count == 1);
+    MUST(strcmp(launched[0], "attention_compat") == 0);
+    calls.attention = plain;
+  }
+  nyb_context_destroy(context);
+}
+
 /* ---- What they refuse ----------------------------------------------------------------------- */
 
 static int host_memory[1 << 16];
+
+/* The pointers of what a call has beside a rectangle. */
+static void host_feature_pointers(void) {
+  static const struct {
+    int feature;
+    const char *words;
+  } cases[] = {{2, "attention.starts is 0x"},        {3, "attention.mask_array.data is 0x"},
+               {4, "attention.sinks is 0x"},         {5, "attention.alibi_slopes is 0x"},
+               {7, "attention.pages.table is 0x"},   {8, "attention.first.v.codes is 0x"},
+               {9, "attention.last.k.scales is 0x"}, {9, "attention.last_begins is 0x"},
+               {10, "attention.ring.offsets is 0x"}};
+  const nyb_attention plain = calls.attention;
+  for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) {
+    const char *field;
+    calls.attention = with_feature(cases[i].feature, &field);
+    make_workspace();
+    nyb_attention *a = &calls.attention;
+    const void **const pointers[] = {(const void **)&a->starts,
+                                     &a->mask_array.data,
+                                     (const void **)&a->sinks,
+                                     (const void **)&a->alibi_slopes,
+                                     (const void **)&a->pages.table,
+                                     &a->first.v.codes,
+                                     &a->last.k.scales,
+                                     (const void **)&a->last_begins,
+                                     (const void **)&a->ring.offsets};
+    *pointers[i] = (const char *)host_memory + 64 - (uintptr_t)host_memory % 64;
+    MUST_FAIL(attention_fused(), NYB_ERROR_POINTER, cases[i].words);
+    MUST_FAIL(attention_compat(), NYB_ERROR_POINTER, cases[i].words);
+    calls.attention = plain;
+  }
+}
 
 /* Each pointer of each descriptor once as host memory. */
 static void host_pointers(void) {
@@ -337,6 +437,7 @@ static void host_pointers(void) {
     MUST_FAIL(cases[i].run(), NYB_ERROR_POINTER, cases[i].words);
     *cases[i].pointer = before;
   }
+  host_feature_pointers();
   calls.attention.lse = (nyb_output){.data = host_memory, .dtype = NYB_F32};
   set_strides(calls.attention.lse.stride, QUERY_HEADS, 1, 1);
   MUST_FAIL(attention_fused(), NYB_ERROR_POINTER, "attention.lse.data is 0x");
@@ -348,35 +449,6 @@ static void host_pointers(void) {
 }
 
 /* What the CPU's checks refuse is refused here too, before the driver is asked. */
-/* What only the CPU has kernels for is refused by its name, by plan and run. */
-static void refuse_features(void) {
-  static const float heads[QUERY_HEADS];
-  const nyb_attention plain = calls.attention;
-  nyb_attention spoiled[6];
-  static const char *const words[] = {
-      "attention.mask NYB_MASK_CAUSAL_TOP_LEFT is set; the cuda backend has no kernel for it",
-      "attention.window_tokens is set",
-      "attention.mask_array is set",
-      "attention.sinks is set",
-      "attention.alibi_slopes is set",
-      "attention.softcap is set"};
-  for (int i = 0; i < 6; i++) spoiled[i] = plain;
-  spoiled[0].mask = NYB_MASK_CAUSAL_TOP_LEFT;
-  spoiled[1].window_tokens = 100;
-  spoiled[2].mask_array = (nyb_mask_array){.kind = NYB_MASK_ARRAY_BOOL, .tokens = 1 << 20};
-  spoiled[3].sinks = spoiled[4].alibi_slopes = heads;
-  spoiled[5].softcap = 30;
-  for (int i = 0; i < 6; i++) {
-    nyb_plan plan = NYB_PLAN_INIT;
-    calls.attention = spoiled[i];
-    MUST_FAIL(nyb_attention_plan(context, &calls.attention, &plan), NYB_ERROR_UNSUPPORTED,
-              words[i]);
-    MUST_FAIL(attention_fused(), NYB_ERROR_UNSUPPORTED, words[i]);
-    MUST_FAIL(attention_compat(), NYB_ERROR_UNSUPPORTED, words[i]);
-  }
-  calls.attention = plain;
-}
-
 static void descriptors(void) {
   open_all();
   make_calls();
@@ -404,7 +476,6 @@ static void descriptors(void) {
                                      .outs = &view,
                                      .lses = &view,
                                      .out = {.data = calls.out, .dtype = NYB_F32}};
-  refuse_features();
   MUST_FAIL(nyb_attention_merge_run(context, &merge, stream), NYB_ERROR_UNSUPPORTED,
             "nyb_attention_merge_run has no kernel on the cuda backend");
   MUST(launch_count == 0);
@@ -414,6 +485,7 @@ static void descriptors(void) {
 static void test_launches(void **state) {
   (void)state;
   assert_true(in_child(operations_launch));
+  assert_true(in_child(features_launch));
   assert_true(in_child(runs_are_light));
   assert_true(in_child(nothing_to_do));
 }

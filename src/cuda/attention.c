@@ -3,6 +3,7 @@
  * in its own file, attention_<kernel>.c. */
 #include "attention.h"
 
+#include <float.h>
 #include <stdio.h>
 
 #include "../numeric.h"
@@ -15,6 +16,40 @@ static const nyb_cuda_attention_kernel *const fused_kernels[] = {
     &nyb_cuda_attention_general,
 };
 enum { FUSED_KERNELS = sizeof fused_kernels / sizeof fused_kernels[0] };
+
+/* ---- Features ------------------------------------------------------------------------------- */
+
+bool nyb_cuda_attention_is_placed(const nyb_attention *a) {
+  return nyb_is_paged(a) || nyb_has_parts(a) || a->ring.offsets != NULL || a->ring.keep_tokens != 0;
+}
+
+bool nyb_cuda_attention_is_featured(const nyb_attention *a) {
+  return a->mask == NYB_MASK_CAUSAL_TOP_LEFT || a->window_tokens != 0 || a->starts != NULL ||
+         a->mask_array.kind != 0 || a->sinks != NULL || a->alibi_slopes != NULL || a->softcap != 0;
+}
+
+const char *nyb_cuda_attention_feature(const nyb_attention *a) {
+  const struct {
+    const char *field;
+    bool is_set;
+  } fields[] = {
+      {"mask NYB_MASK_CAUSAL_TOP_LEFT", a->mask == NYB_MASK_CAUSAL_TOP_LEFT},
+      {"window_tokens", a->window_tokens != 0},
+      {"starts", a->starts != NULL},
+      {"mask_array", a->mask_array.kind != 0},
+      {"sinks", a->sinks != NULL},
+      {"alibi_slopes", a->alibi_slopes != NULL},
+      {"softcap", a->softcap != 0},
+      {"pages", nyb_is_paged(a)},
+      {"first", a->first.tokens > 0},
+      {"last", a->last.tokens > 0},
+      {"ring", nyb_cuda_attention_is_placed(a)},
+  };
+  for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
+    if (fields[i].is_set) return fields[i].field;
+  }
+  return NULL;
+}
 
 /* ---- Arguments ------------------------------------------------------------------------------ */
 
@@ -40,6 +75,66 @@ static nyb_attention_rows rows_of(const nyb_stored *stored) {
   return rows;
 }
 
+static float lowest_of(nyb_dtype dtype) {
+  return dtype == NYB_F16 ? -65504 : dtype == NYB_BF16 ? -0x1.fep127f : -FLT_MAX;
+}
+
+/* No more tokens than the mask has columns for, and none where there is no page: the host does not
+ * see the lengths. */
+static int64_t room_of(const nyb_attention *a) {
+  int64_t room = nyb_room_tokens(a);
+  if (a->mask_array.kind != 0 && a->mask_array.tokens < room) room = a->mask_array.tokens;
+  return nyb_is_paged(a) && a->pages.page_count == 0 ? 0 : room;
+}
+
+static void set_sight(const nyb_attention *a, nyb_dtype round_to,
+                      nyb_attention_arguments *arguments) {
+  const nyb_mask_array *mask = &a->mask_array;
+  const int64_t column_bytes = nyb_mask_column_bytes(mask);
+  const bool adds_f32 = mask->kind == NYB_MASK_ARRAY_ADD && mask->dtype == NYB_F32;
+  const int64_t most = INT32_MAX;
+  arguments->mask = (int)a->mask;
+  arguments->window_tokens = a->window_tokens < most ? a->window_tokens : most;
+  arguments->window_keep_tokens = a->window_keep_tokens < most ? a->window_keep_tokens : most;
+  arguments->starts = a->starts;
+  arguments->sinks = a->sinks;
+  arguments->slopes = a->alibi_slopes;
+  arguments->softcap = nyb_round_to(round_to, a->softcap);
+  arguments->softcap_reciprocal = a->softcap == 0 ? 0 : 1 / arguments->softcap;
+  arguments->mask_kind = (int)mask->kind;
+  arguments->mask_dtype = (int)mask->dtype;
+  arguments->mask_array = mask->data;
+  arguments->mask_column_bytes = column_bytes;
+  if (mask->kind != 0) nyb_cuda_byte_strides(mask->stride, column_bytes, arguments->mask_stride);
+  arguments->round_sums_to = (int)(adds_f32 ? NYB_F32 : round_to);
+  arguments->hides_by_number = a->rounding == NYB_ROUNDING_MLX && mask->kind == NYB_MASK_ARRAY_BOOL;
+  arguments->lowest_score = lowest_of(round_to);
+}
+
+static void set_places(const nyb_attention *a, nyb_attention_arguments *arguments) {
+  if (!nyb_cuda_attention_is_placed(a)) return;
+  arguments->places = nyb_has_parts(a)  ? NYB_PLACES_PARTS
+                      : nyb_is_paged(a) ? NYB_PLACES_PAGES
+                                        : NYB_PLACES_RING;
+  arguments->page_table = a->pages.table;
+  arguments->page_table_stride = a->pages.table_stride;
+  arguments->page_tokens = (int)a->pages.page_tokens;
+  arguments->page_count = (int)a->pages.page_count;
+  arguments->ring_offsets = a->ring.offsets;
+  arguments->ring_keep_tokens = (int)a->ring.keep_tokens;
+  arguments->first_tokens = (int)a->first.tokens;
+  arguments->last_tokens = (int)a->last.tokens;
+  arguments->last_begins = a->last_begins;
+  if (a->first.tokens > 0) {
+    arguments->first_k = rows_of(&a->first.k);
+    arguments->first_v = rows_of(&a->first.v);
+  }
+  if (a->last.tokens > 0) {
+    arguments->last_k = rows_of(&a->last.k);
+    arguments->last_v = rows_of(&a->last.v);
+  }
+}
+
 nyb_attention_arguments nyb_cuda_attention_arguments(const nyb_attention_call *call) {
   const nyb_attention *a = call->attention;
   const nyb_dtype round_to = a->rounding == NYB_ROUNDING_MLX ? a->q.dtype : NYB_F32;
@@ -51,6 +146,7 @@ nyb_attention_arguments nyb_cuda_attention_arguments(const nyb_attention_call *c
       .lse = a->lse.data,
       .lengths = a->lengths,
       .capacity_tokens = a->capacity_tokens,
+      .room_tokens = room_of(a),
       .batch = a->batch,
       .kv_heads = a->kv_heads,
       .heads_per_kv = call->heads_per_kv,
@@ -67,6 +163,8 @@ nyb_attention_arguments nyb_cuda_attention_arguments(const nyb_attention_call *c
   nyb_cuda_byte_strides(a->out.stride, (int64_t)nyb_dtype_bytes(a->out.dtype),
                         arguments.out_stride);
   nyb_cuda_byte_strides(a->lse.stride, (int64_t)sizeof(float), arguments.lse_stride);
+  set_sight(a, round_to, &arguments);
+  set_places(a, &arguments);
   return arguments;
 }
 
@@ -74,7 +172,9 @@ nyb_attention_arguments nyb_cuda_attention_arguments(const nyb_attention_call *c
 
 static bool array_aligned(const nyb_attention *a, const void *data, const int64_t stride[3],
                           int64_t element_bytes, int64_t bytes) {
-  const int64_t shape[3] = {a->batch, a->kv_heads, a->capacity_tokens};
+  const bool paged = nyb_is_paged(a);
+  const int64_t shape[3] = {paged ? a->pages.page_count : a->batch, a->kv_heads,
+                            paged ? a->pages.page_tokens : a->capacity_tokens};
   bool aligned = (int64_t)((uintptr_t)data % (uintptr_t)bytes) == 0;
   for (int axis = 0; axis < 3; axis++) {
     aligned = aligned && (shape[axis] <= 1 || stride[axis] * element_bytes % bytes == 0);
@@ -99,12 +199,18 @@ bool nyb_cuda_stored_aligned(const nyb_attention *attention, const nyb_stored *s
 
 /* ---- Choosing ------------------------------------------------------------------------------- */
 
+static bool supports(const nyb_cuda_attention_kernel *kernel, const nyb_attention_call *call,
+                     const nyb_cuda_properties *properties) {
+  const bool takes = kernel->takes_features || nyb_cuda_attention_feature(call->attention) == NULL;
+  return takes && kernel->supports(call, properties);
+}
+
 /* The fused kernel for a call, or NULL. */
 static const nyb_cuda_attention_kernel *choose_fused(const nyb_attention_call *call,
                                                      const nyb_cuda_properties *properties) {
   for (int i = 0; i < FUSED_KERNELS; i++) {
     const nyb_cuda_attention_kernel *kernel = fused_kernels[i];
-    if (kernel->supports(call, properties) &&
+    if (supports(kernel, call, properties) &&
         (kernel->suits == NULL || kernel->suits(call, properties))) {
       return kernel;
     }
@@ -141,7 +247,7 @@ static int64_t workspace_bytes_of(const nyb_attention_call *call,
                                   const nyb_cuda_properties *properties) {
   int64_t most = chosen->workspace_bytes(call, properties);
   for (int i = 0; chosen != &nyb_cuda_attention_compat && i < FUSED_KERNELS; i++) {
-    if (!fused_kernels[i]->supports(call, properties)) continue;
+    if (!supports(fused_kernels[i], call, properties)) continue;
     const int64_t bytes = fused_kernels[i]->workspace_bytes(call, properties);
     most = bytes > most ? bytes : most;
   }
@@ -186,7 +292,14 @@ nyb_status nyb_cuda_attention_plan(const nyb_attention_call *call, nyb_path aske
         compat ? "" : kernel_name(call->context, kernel->operation, call->key_format);
     plan->value_kernel =
         compat ? "" : kernel_name(call->context, kernel->operation, call->value_format);
-    snprintf(plan->reason, sizeof plan->reason, "%s", reason);
+    const char *feature = compat ? NULL : nyb_cuda_attention_feature(call->attention);
+    if (feature == NULL) {
+      snprintf(plan->reason, sizeof plan->reason, "%s", reason);
+    } else {
+      snprintf(plan->reason, sizeof plan->reason,
+               "attention.%s is set, which of CUDA's fused kernels the general one alone takes",
+               feature);
+    }
   }
   nyb_cuda_leave(&scope);
   return status;
@@ -201,18 +314,41 @@ static nyb_status check_stored(const nyb_cuda_scope *scope, const char *owner,
   return nyb_cuda_check_pointer(scope, owner, "biases", stored->biases);
 }
 
+static nyb_status check_parts(const nyb_cuda_scope *scope, const nyb_attention *a) {
+  nyb_status status = check_stored(scope, "attention.k", &a->k);
+  if (status == NYB_OK) status = check_stored(scope, "attention.v", &a->v);
+  if (status == NYB_OK && a->first.tokens > 0) {
+    status = check_stored(scope, "attention.first.k", &a->first.k);
+    if (status == NYB_OK) status = check_stored(scope, "attention.first.v", &a->first.v);
+  }
+  if (status == NYB_OK && a->last.tokens > 0) {
+    status = check_stored(scope, "attention.last.k", &a->last.k);
+    if (status == NYB_OK) status = check_stored(scope, "attention.last.v", &a->last.v);
+  }
+  return status;
+}
+
+/* What is not set is NULL. */
 static nyb_status check_pointers(const nyb_cuda_scope *scope, const nyb_attention *a,
                                  const void *workspace) {
   const struct {
     const char *owner, *member;
     const void *address;
   } pointers[] = {
-      {"attention.q", "data", a->q.data},     {"attention", "lengths", a->lengths},
-      {"attention.out", "data", a->out.data}, {"attention.lse", "data", a->lse.data},
+      {"attention.q", "data", a->q.data},
+      {"attention", "lengths", a->lengths},
+      {"attention", "starts", a->starts},
+      {"attention.mask_array", "data", a->mask_array.data},
+      {"attention", "sinks", a->sinks},
+      {"attention", "alibi_slopes", a->alibi_slopes},
+      {"attention.pages", "table", a->pages.table},
+      {"attention.ring", "offsets", a->ring.offsets},
+      {"attention", "last_begins", a->last.tokens > 0 ? a->last_begins : NULL},
+      {"attention.out", "data", a->out.data},
+      {"attention.lse", "data", a->lse.data},
       {"workspace", "", workspace},
   };
-  nyb_status status = check_stored(scope, "attention.k", &a->k);
-  if (status == NYB_OK) status = check_stored(scope, "attention.v", &a->v);
+  nyb_status status = check_parts(scope, a);
   for (size_t i = 0; i < sizeof pointers / sizeof pointers[0] && status == NYB_OK; i++) {
     status =
         nyb_cuda_check_pointer(scope, pointers[i].owner, pointers[i].member, pointers[i].address);
@@ -313,6 +449,26 @@ static void visit_call(const nyb_attention_call *call, const nyb_cuda_properties
   for (int i = 0; i < count; i++) visit(data, &programs[i].spec, tuned);
 }
 
+/* What a call may have beside a rectangle: every combination for the first format and some shapes,
+ * one for each other format. Pointers are set, and looked at by nobody. */
+static void visit_features(const nyb_attention_call *call, bool all,
+                           const nyb_cuda_properties *properties, nyb_cuda_visit visit,
+                           void *data) {
+  static const int32_t numbers[1];
+  nyb_attention a = *call->attention;
+  nyb_attention_call featured = *call;
+  featured.attention = &a;
+  for (int kind = 0; kind < (all ? 5 : 1); kind++) {
+    a.window_tokens = kind == 0 || kind == 3 ? 1024 : 0;
+    a.pages = (nyb_pages){.page_tokens = kind == 1 || kind == 3 ? 64 : 0, .page_count = 1};
+    a.last.tokens = kind == 2 ? 128 : 0;
+    a.last.k = a.k;
+    a.last.v = a.v;
+    a.ring = (nyb_ring){.offsets = kind == 4 ? numbers : NULL};
+    visit_call(&featured, properties, NYB_PATH_FUSED, true, visit, data);
+  }
+}
+
 static void visit_pair(int shape_index, int format_index, const nyb_cuda_properties *properties,
                        nyb_cuda_visit visit, void *data) {
   static const nyb_dtype dtypes[] = {NYB_BF16, NYB_F16, NYB_F32};
@@ -338,6 +494,11 @@ static void visit_pair(int shape_index, int format_index, const nyb_cuda_propert
                                    .value_format = value.id,
                                    .heads_per_kv = a.query_heads / a.kv_heads};
   const bool untuned_too = shape_index == 0 || format_index == 0;
+  const bool many = format_index == 0 && (shape_index < 4 || a.key_dim == 576);
+  if (many || shape_index == 0) {
+    a.q.dtype = a.out.dtype = NYB_BF16;
+    visit_features(&call, many, properties, visit, data);
+  }
   /* Every combination for the format that most people use; the others with some that differ in
    * all; a shape and a format that are both not the first with one of two, in turn: all of it has
    * to compile within minutes. */

@@ -21,6 +21,7 @@ typedef struct nyb_cuda_attention_kernel {
   nyb_operation operation; /* which it is counted and named as; compat: nothing */
   const char *reason;      /* why a call gets it, for nyb_plan.reason */
   bool tuned;              /* a spill of registers fails the tests */
+  bool takes_features;     /* calls of which nyb_cuda_attention_feature() names a field, too */
 
   /* Whether its programs can be built for these formats, dims and dtypes on such a device. Must not
    * look at batch, query_len, capacity, pointers or strides: the workspace of all kernels that
@@ -49,6 +50,15 @@ extern const nyb_cuda_attention_kernel nyb_cuda_attention_decode;
 extern const nyb_cuda_attention_kernel nyb_cuda_attention_prefill;
 extern const nyb_cuda_attention_kernel nyb_cuda_attention_general;
 extern const nyb_cuda_attention_kernel nyb_cuda_attention_compat;
+
+/* The first field that says more than a causal mask and one row behind the other: "softcap"; NULL
+ * where none does. Of pointers it looks only whether they are NULL. */
+const char *nyb_cuda_attention_feature(const nyb_attention *attention);
+
+/* Whether masks, windows or starts, or what is done to scores, are among them; whether tokens have
+ * places of their own. */
+bool nyb_cuda_attention_is_featured(const nyb_attention *attention);
+bool nyb_cuda_attention_is_placed(const nyb_attention *attention);
 
 /* Strides in elements, as descriptors have them, to the bytes that kernels take. */
 void nyb_cuda_byte_strides(const int64_t elements[3], int64_t element_bytes, long long bytes[3]);

@@ -12,7 +12,7 @@ static int64_t blocks_of(const nyb_attention *a) {
 
 /* A query and its scores. */
 static int64_t slot_floats(const nyb_attention *a) {
-  return (a->key_dim + a->capacity_tokens + 15) / 16 * 16;
+  return (a->key_dim + nyb_room_tokens(a) + 15) / 16 * 16;
 }
 
 static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *properties) {

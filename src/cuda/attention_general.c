@@ -1,6 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The fused kernel for every format, shape, stride and alignment (device/attention_general.cu). */
 #include "attention.h"
+
 #include "device/attention_general_sizes.h"
 
 /* Whole units are taken where there are enough of them to fill a large card, or where the partial
@@ -12,12 +13,18 @@ typedef struct cut {
   int rows;          /* query rows of a unit */
   int64_t units;     /* of the call */
   int64_t all_rows;  /* query rows of the call */
-  int64_t chunks;    /* of a sequence as long as the capacity; at least 1 */
+  int64_t chunks;    /* that a unit reads of a sequence as long as the room; at least 1 */
   int64_t row_bytes; /* of a partial result */
 } cut;
 
+/* Tiles are cut where parts meet, so that some may be looked at in part alone. */
+static bool is_featured(const nyb_attention *a) {
+  return nyb_cuda_attention_is_featured(a) || nyb_has_parts(a);
+}
+
 static int shared_bytes(const nyb_attention *a, int rows) {
-  return nyb_general_shared_bytes((int)a->key_dim, (int)a->value_dim, rows);
+  return nyb_general_shared_bytes((int)a->key_dim, (int)a->value_dim, rows, is_featured(a),
+                                  nyb_cuda_attention_is_placed(a));
 }
 
 /* As many as share an unpacked tile to advantage and fit the device's shared memory; twice over
@@ -34,6 +41,28 @@ static int rows_per_unit(const nyb_attention_call *call, const nyb_cuda_properti
   return rows > 4 && shared_bytes(a, 8) <= block_bytes ? 8 : 4;
 }
 
+static int64_t chunks_of(int64_t tokens) {
+  return (tokens + NYB_GENERAL_CHUNK_TOKENS - 1) / NYB_GENERAL_CHUNK_TOKENS;
+}
+
+static int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
+
+/* Chunks in which the tokens stand that a unit sees, at most. A window may begin and end amid one;
+ * that of a unit begins where the first row's does and ends where the last row's does, or, where
+ * nothing bounds from above, behind all rows that come after. Never falls when the call grows. */
+static int64_t most_chunks(const nyb_attention_call *call) {
+  enum { MOST_ROWS = 16 };
+  const nyb_attention *a = call->attention;
+  const int64_t room = nyb_room_tokens(a), all = chunks_of(room);
+  const bool top_left = a->mask == NYB_MASK_CAUSAL_TOP_LEFT;
+  const int64_t seen = top_left ? smaller(a->query_len, room) : room;
+  if (a->window_tokens == 0 || a->window_tokens >= seen) return chunks_of(seen);
+  const int64_t query_rows =
+      a->mask == NYB_MASK_NONE ? a->query_len : (MOST_ROWS - 1) / call->heads_per_kv + 2;
+  const int64_t in_window = smaller(a->window_tokens + query_rows, seen);
+  return smaller(chunks_of(in_window) + chunks_of(smaller(a->window_keep_tokens, room)) + 1, all);
+}
+
 static cut cut_of(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
   const nyb_attention *a = call->attention;
   const int64_t rows = call->heads_per_kv * a->query_len;
@@ -41,7 +70,7 @@ static cut cut_of(const nyb_attention_call *call, const nyb_cuda_properties *pro
   c.rows = rows_per_unit(call, properties);
   c.units = a->batch * a->kv_heads * ((rows + c.rows - 1) / c.rows);
   c.all_rows = a->batch * a->kv_heads * rows;
-  c.chunks = (a->capacity_tokens + NYB_GENERAL_CHUNK_TOKENS - 1) / NYB_GENERAL_CHUNK_TOKENS;
+  c.chunks = most_chunks(call);
   if (c.chunks < 1) c.chunks = 1;
   c.row_bytes = (a->value_dim + 2) * (int64_t)sizeof(float);
   return c;
@@ -95,9 +124,14 @@ static int programs(const nyb_attention_call *call, const nyb_cuda_properties *p
       a->v.format.scheme == NYB_PLAIN && nyb_cuda_codes_aligned(a, &a->v, 16);
   values[NYB_CUDA_PARAMETER(attention_general, VALUE_DIM)] = (int32_t)a->value_dim;
   values[NYB_CUDA_PARAMETER(attention_general, ROWS)] = c.rows;
+  values[NYB_CUDA_PARAMETER(attention_general, FEATURED)] = is_featured(a);
+  values[NYB_CUDA_PARAMETER(attention_general, PLACED)] = nyb_has_parts(a)                  ? 2
+                                                          : nyb_cuda_attention_is_placed(a) ? 1
+                                                                                            : 0;
   if (!is_split(&c)) return 1;
   programs[1].spec.program = &nyb_cuda_program_attention_general_merge;
   programs[1].threads = MERGE_THREADS;
+  programs[1].spec.values[NYB_CUDA_PARAMETER(attention_general_merge, FEATURED)] = is_featured(a);
   return 2;
 }
 
@@ -109,6 +143,7 @@ static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
   nyb_attention_arguments arguments = nyb_cuda_attention_arguments(call);
   arguments.memory = workspace;
   arguments.chunks = c.chunks;
+  arguments.rows_per_unit = c.rows;
   arguments.split = is_split(&c);
   if (!is_split(&c)) {
     const int64_t grid[3] = {whole_blocks(&c), 1, 1};
@@ -126,6 +161,7 @@ const nyb_cuda_attention_kernel nyb_cuda_attention_general = {
     .operation = NYB_OPERATION_ATTENTION_GENERAL,
     .reason = "the general fused kernel takes every format, stride and alignment",
     .tuned = false,
+    .takes_features = true,
     .supports = supports,
     .suits = NULL,
     .workspace_bytes = workspace_bytes,

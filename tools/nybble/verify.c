@@ -26,6 +26,7 @@ enum {
   OPTION_DEVICE,
   OPTION_SANITIZER,
   OPTION_OPERATION,
+  OPTION_FEATURES,
   OPTION_FORMAT,
   OPTION_JSON
 };
@@ -37,6 +38,8 @@ static const struct argp_option option_list[] = {
     {"device", OPTION_DEVICE, "N", 0, "cuda: the device (0)", 0},
     {"operation", OPTION_OPERATION, "NAME", 0,
      "Only quantize, geglu, attention, attention_merge or, on cuda, append", 0},
+    {"features", OPTION_FEATURES, NULL, 0,
+     "Only attention, and of it only masks, windows, pages and the like", 0},
     {"sanitizer", OPTION_SANITIZER, NULL, 0,
      "cuda: few cases, each buffer an allocation of its own, for compute-sanitizer", 0},
     {"format", OPTION_FORMAT, "NAME", 0, "Only one stored format, as the report names it: affine4",
@@ -78,6 +81,10 @@ static error_t parse_option(int key, char *value, struct argp_state *state) {
             "--operation %s: it must be quantize, geglu, attention, attention_merge or append",
             value);
       }
+      break;
+    case OPTION_FEATURES:
+      args->options.features = true;
+      args->options.operation = "attention";
       break;
     case OPTION_FORMAT:
       if (!is_format(value)) argp_error(state, "--format %s: no kernel has it", value);

@@ -11,14 +11,20 @@
 //
 // Parameters (-D): KEY_BITS, VALUE_BITS (0: plain), KEY_DTYPE, VALUE_DTYPE (of scales and biases, or
 // of plain elements), KEY_ALIGNED, VALUE_ALIGNED (plain rows start at multiples of 16 bytes),
-// KEY_DIM, VALUE_DIM, ROWS (1, 4, 8 or 16).
+// KEY_DIM, VALUE_DIM, ROWS (1, 4, 8 or 16); FEATURED (rows see what top-left masks, windows, mask
+// arrays and starts leave them, scores are capped, sloped and masked, and there are sinks; 0 or 1),
+// PLACED (where tokens stand: 0 in rows that follow each other, 1 in pages or a ring, 2 in parts).
 #include "attention_general.cuh"
+#include "attention_places.cuh"
 #include "attention_rows.cuh"
 
 #if !defined(KEY_BITS) || !defined(VALUE_BITS) || !defined(KEY_DTYPE) || !defined(VALUE_DTYPE) || \
     !defined(KEY_ALIGNED) || !defined(VALUE_ALIGNED) || !defined(KEY_DIM) ||                      \
-    !defined(VALUE_DIM) || !defined(ROWS)
+    !defined(VALUE_DIM) || !defined(ROWS) || !defined(FEATURED) || !defined(PLACED)
 #error "a parameter of attention_general is missing"
+#endif
+#if PLACED == 2 && !FEATURED
+#error "tiles that are cut where parts meet need FEATURED"
 #endif
 
 constexpr int THREADS = NYB_GENERAL_THREADS, WARPS = THREADS / 32;
@@ -65,6 +71,9 @@ constexpr int OUTPUT_PITCH = SUMS_IN_REGISTERS ? COLUMN_THREADS
 
 constexpr int WARP_ROWS = (ROWS + WARPS - 1) / WARPS;
 
+// A tile is looked at before anything of it is read.
+constexpr bool IN_PARTS = PLACED == 2, LOOKS = FEATURED || PLACED;
+
 struct Quad {
   float x, y, z, w;
 } __attribute__((aligned(16)));
@@ -78,6 +87,16 @@ struct Shared {
   float *sum;        // of all chunks until now
   int *visible;
   int64_t *query_offset, *out_offset, *lse_offset; // in bytes
+
+  // FEATURED: what rows see beside `visible`, and of the tile, two words of bits each; of this tile
+  // and of the one before, which others may still be reading, in turn.
+  int64_t *mask_offset;
+  int *keep_end, *begin, *position;
+  float *finish;       // what values are multiplied by at the end; 0 or more
+  float *slope;
+  uint32_t *seen;      // [2][ROWS][2]
+
+  int *block, *slot; // PLACED: of each token of the tile
 };
 
 __device__ __forceinline__ Shared shared_at(char *memory) {
@@ -92,11 +111,24 @@ __device__ __forceinline__ Shared shared_at(char *memory) {
   shared.query_offset = reinterpret_cast<int64_t *>(floats);
   shared.out_offset = shared.query_offset + ROWS;
   shared.lse_offset = shared.out_offset + ROWS;
-  shared.rescale = reinterpret_cast<float *>(shared.lse_offset + ROWS);
+  shared.mask_offset = shared.lse_offset + ROWS;
+  shared.rescale = reinterpret_cast<float *>(shared.mask_offset + (FEATURED ? ROWS : 0));
   shared.keep = shared.rescale + ROWS;
   shared.add = shared.keep + ROWS;
   shared.sum = shared.add + ROWS;
   shared.visible = reinterpret_cast<int *>(shared.sum + ROWS);
+  int *words = shared.visible + ROWS;
+  if constexpr (FEATURED) {
+    shared.keep_end = words;
+    shared.begin = shared.keep_end + ROWS;
+    shared.position = shared.begin + ROWS;
+    shared.finish = reinterpret_cast<float *>(shared.position + ROWS);
+    shared.slope = shared.finish + ROWS;
+    shared.seen = reinterpret_cast<uint32_t *>(shared.slope + ROWS);
+    words = reinterpret_cast<int *>(shared.seen + 2 * ROWS * 2);
+  }
+  shared.block = words;
+  shared.slot = shared.block + TILE;
   return shared;
 }
 
@@ -116,6 +148,13 @@ struct Unit {
   int64_t first_partial_row; // its first row among all rows of the call, KV head by KV head
   int rows;
   int visible; // tokens that the last row sees: no row sees more
+
+  // FEATURED: no row sees a token from keep_end up to begin, either.
+  nyb_sequence sequence;
+  int keep_end, begin;
+  nyb_chunk_list chunks;
+
+  int last_begin; // IN_PARTS
 };
 
 __device__ __forceinline__ int64_t blocks_of_rows(const nyb_attention_arguments &a) {
@@ -132,10 +171,35 @@ __device__ Unit unit_at(const nyb_attention_arguments &a, int64_t index) {
   unit.batch = head / a.kv_heads;
   unit.first_partial_row = head * all_rows + unit.first_row;
   unit.rows = static_cast<int>(all_rows - unit.first_row < ROWS ? all_rows - unit.first_row : ROWS);
-  unit.length = nyb_length_of(&a, unit.batch);
-  unit.visible = static_cast<int>(
-      nyb_visible_to(&a, unit.length, (unit.first_row + unit.rows - 1) / a.heads_per_kv));
+  const int64_t last_query_row = (unit.first_row + unit.rows - 1) / a.heads_per_kv;
+  if constexpr (FEATURED) {
+    unit.sequence = nyb_sequence_of(&a, unit.batch);
+    unit.length = unit.sequence.tokens;
+    const nyb_row_sight sight_of_last = nyb_row_sight_of(&a, &unit.sequence, last_query_row);
+    const nyb_row_sight sight_of_first =
+        nyb_row_sight_of(&a, &unit.sequence, unit.first_row / a.heads_per_kv);
+    unit.visible = sight_of_last.end;
+    unit.keep_end = sight_of_last.keep_end;
+    unit.begin = sight_of_first.begin;
+    unit.chunks = nyb_chunk_list_of(&sight_of_first, &sight_of_last);
+  } else {
+    unit.length = nyb_length_of(&a, unit.batch);
+    unit.visible = static_cast<int>(nyb_visible_to(&a, unit.length, last_query_row));
+  }
+  if constexpr (IN_PARTS) unit.last_begin = nyb_last_begin_of(&a, unit.batch, unit.length);
   return unit;
+}
+
+// The chunks that the unit reads.
+__device__ __forceinline__ int chunk_count(const Unit &unit) {
+  if constexpr (FEATURED) return unit.chunks.count;
+  return static_cast<int>((static_cast<int64_t>(unit.visible) + NYB_GENERAL_CHUNK_TOKENS - 1) /
+                          NYB_GENERAL_CHUNK_TOKENS);
+}
+
+__device__ __forceinline__ int chunk_at(const Unit &unit, int index) {
+  if constexpr (FEATURED) return nyb_chunk_at(&unit.chunks, index);
+  return index;
 }
 
 // Where the unit's rows lie, and what each sees.
@@ -148,7 +212,17 @@ __device__ __forceinline__ void place_rows(const nyb_attention_arguments &a, con
   const int64_t query_row = (unit.first_row + row) / a.heads_per_kv;
   const int64_t head =
       unit.kv_head * a.heads_per_kv + (unit.first_row + row) % a.heads_per_kv;
-  shared.visible[row] = static_cast<int>(nyb_visible_to(&a, unit.length, query_row));
+  if constexpr (FEATURED) {
+    const nyb_row_sight sight = nyb_row_sight_of(&a, &unit.sequence, query_row);
+    shared.visible[row] = sight.end;
+    shared.keep_end[row] = sight.keep_end;
+    shared.begin[row] = sight.begin;
+    shared.position[row] = static_cast<int>(nyb_position_of(&a, &unit.sequence, query_row));
+    shared.slope[row] = a.slopes != nullptr ? a.slopes[head] : 0.0f;
+    shared.mask_offset[row] = nyb_mask_offset(&a, &unit.sequence, unit.batch, head, query_row);
+  } else {
+    shared.visible[row] = static_cast<int>(nyb_visible_to(&a, unit.length, query_row));
+  }
   shared.query_offset[row] =
       unit.batch * a.q_stride[0] + head * a.q_stride[1] + query_row * a.q_stride[2];
   shared.out_offset[row] =
@@ -185,52 +259,92 @@ __device__ __forceinline__ void load_queries(const nyb_attention_arguments &a, c
 
 // ---- Unpacking ------------------------------------------------------------------------------------
 
-// The rows of one sequence and KV head.
+// The rows of one sequence and KV head; PLACED: of all blocks of rows.
 struct Source {
   const char *codes, *scales, *biases;
   int64_t codes_stride, scales_stride, biases_stride;
   int group_shift;
+  int64_t codes_block, scales_block, biases_block; // PLACED: from block to block
+  int bits, dtype;                                 // AnyRows
 };
 
 __device__ __forceinline__ Source source_of(const nyb_attention_rows &rows, const Unit &unit) {
+  const int64_t batch = PLACED ? 0 : unit.batch;
   Source source;
-  source.codes =
-      rows.codes + unit.batch * rows.codes_stride[0] + unit.kv_head * rows.codes_stride[1];
+  source.codes = rows.codes + batch * rows.codes_stride[0] + unit.kv_head * rows.codes_stride[1];
   source.scales =
-      rows.scales + unit.batch * rows.scales_stride[0] + unit.kv_head * rows.scales_stride[1];
+      rows.scales + batch * rows.scales_stride[0] + unit.kv_head * rows.scales_stride[1];
   source.biases =
-      rows.biases + unit.batch * rows.biases_stride[0] + unit.kv_head * rows.biases_stride[1];
+      rows.biases + batch * rows.biases_stride[0] + unit.kv_head * rows.biases_stride[1];
   source.codes_stride = rows.codes_stride[2];
   source.scales_stride = rows.scales_stride[2];
   source.biases_stride = rows.biases_stride[2];
   source.group_shift = rows.group_size == 32 ? 5 : rows.group_size == 64 ? 6 : 7;
+  if constexpr (FEATURED && !PLACED) {
+    source.codes += unit.sequence.start * source.codes_stride;
+    source.scales += unit.sequence.start * source.scales_stride;
+    source.biases += unit.sequence.start * source.biases_stride;
+  }
+  if constexpr (PLACED) {
+    source.codes_block = rows.codes_stride[0];
+    source.scales_block = rows.scales_stride[0];
+    source.biases_block = rows.biases_stride[0];
+    source.bits = rows.bits;
+    source.dtype = rows.dtype;
+  }
   return source;
+}
+
+// One stored row.
+struct StoredRow {
+  const char *codes, *scales, *biases;
+};
+
+// Of token `token` of the tile that begins with first_token.
+__device__ __forceinline__ StoredRow row_at(const Source &source, const Shared &shared,
+                                            int first_token, int token) {
+  if constexpr (PLACED) {
+    const int64_t block = shared.block[token], slot = shared.slot[token];
+    return {source.codes + block * source.codes_block + slot * source.codes_stride,
+            source.scales + block * source.scales_block + slot * source.scales_stride,
+            source.biases + block * source.biases_block + slot * source.biases_stride};
+  }
+  const int at = first_token + token;
+  return {source.codes + at * source.codes_stride, source.scales + at * source.scales_stride,
+          source.biases + at * source.biases_stride};
+}
+
+__device__ __forceinline__ nyb_run zero_run() {
+  nyb_run run;
+#pragma unroll
+  for (int i = 0; i < RUN; i++) run.words[i] = 0;
+  run.scale = run.bias = 0;
+  return run;
+}
+
+// Not finite, either makes the whole run NaN: infinities might add up to a score of -inf.
+__device__ __forceinline__ float bias_beside(float scale, float bias) {
+  return NYB_ADD(bias, fmaf(scale, 0.0f, NYB_MULTIPLY(bias, 0.0f)));
 }
 
 template <int BITS, int DTYPE, bool ALIGNED, int DIM>
 struct Format {
-  static __device__ __forceinline__ nyb_run zero() {
-    nyb_run run;
-#pragma unroll
-    for (int i = 0; i < RUN; i++) run.words[i] = 0;
-    run.scale = run.bias = 0;
-    return run;
-  }
+  static constexpr int AT_ONCE = 4; // runs whose loads are under way together
 
-  static __device__ __forceinline__ nyb_run load(const Source &source, int token, int first) {
-    nyb_run run = zero();
-    const char *codes = source.codes + token * source.codes_stride;
+  static __device__ __forceinline__ nyb_run load(const Source &source, const StoredRow &row,
+                                                 int first) {
+    nyb_run run = zero_run();
     if constexpr (BITS == 0) {
       if constexpr (ALIGNED && DIM % RUN == 0) {
-        nyb_load_plain_aligned(&run, codes, DTYPE, first);
+        nyb_load_plain_aligned(&run, row.codes, DTYPE, first);
       } else {
-        nyb_load_plain(&run, codes, DTYPE, first, DIM % RUN == 0 ? RUN : DIM - first);
+        nyb_load_plain(&run, row.codes, DTYPE, first, DIM % RUN == 0 ? RUN : DIM - first);
       }
     } else {
-      nyb_load_codes(&run, codes, BITS, first);
+      nyb_load_codes(&run, row.codes, BITS, first);
       const int group = first >> source.group_shift;
-      run.scale = nyb_load_bits(source.scales + token * source.scales_stride, DTYPE, group);
-      run.bias = nyb_load_bits(source.biases + token * source.biases_stride, DTYPE, group);
+      run.scale = nyb_load_bits(row.scales, DTYPE, group);
+      run.bias = nyb_load_bits(row.biases, DTYPE, group);
     }
     return run;
   }
@@ -238,14 +352,13 @@ struct Format {
   static __device__ __forceinline__ float element(const nyb_run &run, float scale, float bias,
                                                   int i) {
     if constexpr (BITS == 0) return nyb_plain_of(&run, DTYPE, i);
-    return fmaf(nyb_float_from_code(nyb_code_of(&run, BITS, i)), scale, bias);
+    return fmaf(nyb_float_from_code(nyb_code_in(&run, BITS, i)), scale, bias);
   }
 
-  static __device__ __forceinline__ void store(const nyb_run &run, Quad *to, int runs) {
+  static __device__ __forceinline__ void store(const Source &, const nyb_run &run, Quad *to,
+                                               int runs) {
     const float scale = BITS == 0 ? 0 : nyb_widen(DTYPE, run.scale);
-    const float stored_bias = BITS == 0 ? 0 : nyb_widen(DTYPE, run.bias);
-    // Not finite, either makes the whole run NaN: infinities might add up to a score of -inf.
-    const float bias = NYB_ADD(stored_bias, fmaf(scale, 0.0f, NYB_MULTIPLY(stored_bias, 0.0f)));
+    const float bias = bias_beside(scale, BITS == 0 ? 0 : nyb_widen(DTYPE, run.bias));
     to[0] = {element(run, scale, bias, 0), element(run, scale, bias, 1),
              element(run, scale, bias, 2), element(run, scale, bias, 3)};
     to[runs] = {element(run, scale, bias, 4), element(run, scale, bias, 5),
@@ -256,12 +369,51 @@ struct Format {
 using Keys = Format<KEY_BITS, KEY_DTYPE, KEY_ALIGNED, KEY_DIM>;
 using Values = Format<VALUE_BITS, VALUE_DTYPE, VALUE_ALIGNED, VALUE_DIM>;
 
+// The first and the last part's rows, whose format is known at run time; the same numbers come of
+// the same rows.
+template <int DIM>
+struct AnyRows {
+  static constexpr int AT_ONCE = 1;
+
+  static __device__ __forceinline__ nyb_run load(const Source &source, const StoredRow &row,
+                                                 int first) {
+    nyb_run run = zero_run();
+    if (source.bits == 0) {
+      nyb_load_plain(&run, row.codes, source.dtype, first, DIM % RUN == 0 ? RUN : DIM - first);
+      return run;
+    }
+    nyb_load_codes(&run, row.codes, source.bits, first);
+    const int group = first >> source.group_shift;
+    run.scale = nyb_load_bits(row.scales, source.dtype, group);
+    run.bias = nyb_load_bits(row.biases, source.dtype, group);
+    return run;
+  }
+
+  static __device__ __forceinline__ float element(const Source &source, const nyb_run &run,
+                                                  float scale, float bias, int i) {
+    if (source.bits == 0) return nyb_plain_of(&run, source.dtype, i);
+    return fmaf(nyb_float_from_code(nyb_code_in(&run, source.bits, i)), scale, bias);
+  }
+
+  static __device__ __forceinline__ void store(const Source &source, const nyb_run &run, Quad *to,
+                                               int runs) {
+    const float scale = source.bits == 0 ? 0 : nyb_widen(source.dtype, run.scale);
+    const float bias =
+        bias_beside(scale, source.bits == 0 ? 0 : nyb_widen(source.dtype, run.bias));
+    to[0] = {element(source, run, scale, bias, 0), element(source, run, scale, bias, 1),
+             element(source, run, scale, bias, 2), element(source, run, scale, bias, 3)};
+    to[runs] = {element(source, run, scale, bias, 4), element(source, run, scale, bias, 5),
+                element(source, run, scale, bias, 6), element(source, run, scale, bias, 7)};
+  }
+};
+
 // Unpacks a slice of rows [first_token, first_token + tokens), and 0 for the rest of the tile.
 template <class Rows, int DIM>
-__device__ __forceinline__ void unpack(Quad *tile, const Source &source, int slice, int first_token,
-                                       int tokens) {
+__device__ __forceinline__ void unpack(const Shared &shared, const Source &source, int slice,
+                                       int first_token, int tokens) {
+  Quad *tile = shared.tile;
   constexpr int RUNS = Slices<DIM>::RUNS, STEPS = (TILE * RUNS + THREADS - 1) / THREADS;
-  constexpr int AT_ONCE = STEPS < 4 ? STEPS : 4;
+  constexpr int AT_ONCE = STEPS < Rows::AT_ONCE ? STEPS : Rows::AT_ONCE;
   const int first = slice * Slices<DIM>::WIDTH;
 #pragma unroll 1
   for (int step = 0; step < STEPS; step += AT_ONCE) {
@@ -271,16 +423,118 @@ __device__ __forceinline__ void unpack(Quad *tile, const Source &source, int sli
       const int index = (step + i) * THREADS + static_cast<int>(threadIdx.x);
       const int token = index / RUNS, element = first + index % RUNS * RUN;
       runs[i] = token < tokens && (DIM % Slices<DIM>::WIDTH == 0 || element < DIM)
-                    ? Rows::load(source, first_token + token, element)
-                    : Rows::zero();
+                    ? Rows::load(source, row_at(source, shared, first_token, token), element)
+                    : zero_run();
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
       const int index = (step + i) * THREADS + static_cast<int>(threadIdx.x);
       const int token = index / RUNS;
-      if (token < TILE) Rows::store(runs[i], tile + token * TILE_PITCH + index % RUNS, RUNS);
+      if (token < TILE) Rows::store(source, runs[i], tile + token * TILE_PITCH + index % RUNS, RUNS);
     }
   }
+}
+
+// Of K or of V, in whichever part the tile stands.
+template <class Rows, int DIM>
+__device__ __forceinline__ void unpack_part(const Shared &shared, const Unit &unit,
+                                            const Source &middle, const nyb_attention_rows &first,
+                                            const nyb_attention_rows &last, int part, int slice,
+                                            int first_token, int tokens) {
+  if (!IN_PARTS || part == NYB_DEVICE_PART_MIDDLE) {
+    unpack<Rows, DIM>(shared, middle, slice, first_token, tokens);
+  } else if constexpr (IN_PARTS) {
+    const Source source = source_of(part == NYB_DEVICE_PART_FIRST ? first : last, unit);
+    unpack<AnyRows<DIM>, DIM>(shared, source, slice, first_token, tokens);
+  }
+}
+
+// ---- Looking at a tile ----------------------------------------------------------------------------
+
+// Finds where the tile's tokens stand.
+__device__ __forceinline__ void place_tokens(const nyb_attention_arguments &a, const Unit &unit,
+                                             const Shared &shared, int first_token, int tokens) {
+  const int token = threadIdx.x;
+  if (token >= tokens) return;
+  const nyb_token_place place = nyb_token_place_of(&a, unit.batch, IN_PARTS ? unit.last_begin : 0,
+                                                   first_token + token);
+  shared.block[token] = place.block;
+  shared.slot[token] = place.row;
+}
+
+// What a mask adds to the scores that a thread softens: of the rows that its warp takes, of tokens
+// `lane` and TILE / 2 + `lane`.
+struct Look {
+  float added[WARP_ROWS][2];
+};
+
+__device__ __forceinline__ uint32_t *seen_of(const Shared &shared, int turn, int row) {
+  return shared.seen + (turn * ROWS + row) * 2;
+}
+
+// Whether the row sees the token at a place of the tile; *added is what the mask adds to its score.
+__device__ __forceinline__ bool sees(const nyb_attention_arguments &a, const Shared &shared,
+                                     const nyb_row_sight &sight, int row, int token, bool in_tile,
+                                     float *added) {
+  *added = 0.0f;
+  if (!in_tile || !nyb_sight_shows(&sight, token)) return false;
+  if (a.mask_kind == 0) return true;
+  const nyb_mask_entry entry =
+      nyb_mask_entry_at(&a, a.mask_array + shared.mask_offset[row], token);
+  *added = entry.added;
+  return entry.shows;
+}
+
+// Leaves the rows' bits in shared memory; absent rows see nothing.
+__device__ __forceinline__ void look_at(const nyb_attention_arguments &a, const Unit &unit,
+                                        const Shared &shared, int turn, int first_token, int tokens,
+                                        Look &look) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+#pragma unroll
+  for (int i = 0; i < WARP_ROWS; i++) {
+    const int row = warp + i * WARPS;
+    if (row >= ROWS) break;
+    nyb_row_sight sight = {0, 0, 0};
+    if (row < unit.rows) {
+      sight = {shared.keep_end[row], shared.begin[row], shared.visible[row]};
+    }
+    const bool first = sees(a, shared, sight, row, first_token + lane, lane < tokens,
+                            &look.added[i][0]);
+    const bool second = sees(a, shared, sight, row, first_token + TILE / 2 + lane,
+                             TILE / 2 + lane < tokens, &look.added[i][1]);
+    const uint32_t low = __ballot_sync(~0u, first), high = __ballot_sync(~0u, second);
+    if (lane == 0) {
+      seen_of(shared, turn, row)[0] = low;
+      seen_of(shared, turn, row)[1] = high;
+    }
+  }
+}
+
+// What all rows together see of the tile.
+struct Sight {
+  bool any, all;
+};
+
+__device__ __forceinline__ Sight sight_of(const Unit &unit, const Shared &shared, int turn) {
+  uint32_t any = 0, all = ~0u;
+#pragma unroll
+  for (int row = 0; row < ROWS; row++) {
+    if (row >= unit.rows) break;
+    const uint32_t *words = seen_of(shared, turn, row);
+    any |= words[0] | words[1];
+    all &= words[0] & words[1];
+  }
+  return {any != 0, all == ~0u};
+}
+
+// Section 2, step 3, of docs/numerics.md.
+__device__ __forceinline__ float biased(const nyb_attention_arguments &a, float score, float slope,
+                                        int position, int token, float added) {
+  float s = nyb_round_number(a.round_to, score);
+  if (a.softcap != 0.0f) s = nyb_capped_score(&a, NYB_MULTIPLY(s, a.softcap_reciprocal));
+  if (a.slopes != nullptr) s = nyb_sloped_score(&a, s, slope, position, token);
+  if (a.mask_kind == NYB_DEVICE_ARRAY_ADD) s = nyb_masked_score(&a, s, added);
+  return s;
 }
 
 // ---- Scores ---------------------------------------------------------------------------------------
@@ -334,6 +588,7 @@ __device__ __forceinline__ void store_scores(const Sums &sums, const Shared &sha
 // Maximum and sum of the rows that the warp takes, row w, w + WARPS, ...; the same in every lane.
 struct Statistics {
   float maximum[WARP_ROWS], sum[WARP_ROWS];
+  bool seen[WARP_ROWS]; // FEATURED: whether the row saw a token, though it may weigh nothing
 };
 
 __device__ __forceinline__ float sum_of_lanes(float value) {
@@ -356,18 +611,36 @@ __device__ __forceinline__ float weight_of(float score, float maximum, bool visi
 }
 
 __device__ __forceinline__ void softmax(const nyb_attention_arguments &a, Statistics &statistics,
-                                        const Shared &shared, int first_token) {
+                                        const Shared &shared, int first_token, int turn,
+                                        const Look &look) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int i = 0; i < WARP_ROWS; i++) {
     const int row = warp + i * WARPS;
     if (row >= ROWS) break;
     float *scores = shared.scores[row];
-    const int seen = shared.visible[row] - first_token;
-    const bool sees_first = lane < seen, sees_second = lane + TILE / 2 < seen;
-    const float first = sees_first ? nyb_round_number(a.round_to, scores[lane]) : minus_infinity();
-    const float second =
-        sees_second ? nyb_round_number(a.round_to, scores[lane + TILE / 2]) : minus_infinity();
+    bool sees_first, sees_second;
+    float first, second;
+    if constexpr (FEATURED) {
+      const uint32_t *words = seen_of(shared, turn, row);
+      const float slope = shared.slope[row];
+      const int position = shared.position[row], token = first_token + lane;
+      sees_first = words[0] >> lane & 1;
+      sees_second = words[1] >> lane & 1;
+      first = sees_first ? biased(a, scores[lane], slope, position, token, look.added[i][0])
+                         : minus_infinity();
+      second = sees_second ? biased(a, scores[lane + TILE / 2], slope, position, token + TILE / 2,
+                                    look.added[i][1])
+                           : minus_infinity();
+      statistics.seen[i] = statistics.seen[i] || (words[0] | words[1]) != 0;
+    } else {
+      const int seen = shared.visible[row] - first_token;
+      sees_first = lane < seen;
+      sees_second = lane + TILE / 2 < seen;
+      first = sees_first ? nyb_round_number(a.round_to, scores[lane]) : minus_infinity();
+      second =
+          sees_second ? nyb_round_number(a.round_to, scores[lane + TILE / 2]) : minus_infinity();
+    }
     const float before = statistics.maximum[i];
     const float maximum = fmaxf(before, maximum_of_lanes(fmaxf(first, second)));
     const float rescale = nyb_fold_weight(before, maximum);
@@ -383,11 +656,27 @@ __device__ __forceinline__ void softmax(const nyb_attention_arguments &a, Statis
 
 // ---- Values ---------------------------------------------------------------------------------------
 
+// One quad of tokens, of which the row sees those whose bits are set, or the first `seen`.
+__device__ __forceinline__ float add_seen_bits(float sum, Quad p, const float (&v)[4],
+                                               uint32_t bits) {
+  sum = bits & 1 ? fmaf(p.x, v[0], sum) : sum;
+  sum = bits & 2 ? fmaf(p.y, v[1], sum) : sum;
+  sum = bits & 4 ? fmaf(p.z, v[2], sum) : sum;
+  return bits & 8 ? fmaf(p.w, v[3], sum) : sum;
+}
+
+__device__ __forceinline__ float add_seen(float sum, Quad p, const float (&v)[4], int seen) {
+  sum = seen > 0 ? fmaf(p.x, v[0], sum) : sum;
+  sum = seen > 1 ? fmaf(p.y, v[1], sum) : sum;
+  sum = seen > 2 ? fmaf(p.z, v[2], sum) : sum;
+  return seen > 3 ? fmaf(p.w, v[3], sum) : sum;
+}
+
 // Tokens in ascending order. MASKED: some row sees less than the whole tile; what it does not see is
 // not even multiplied by 0, since it may be no number.
 template <bool MASKED>
 __device__ __forceinline__ void add_values(float (&sums)[ROWS], const Shared &shared,
-                                           int first_token) {
+                                           int first_token, int turn) {
   const int column = threadIdx.x % COLUMN_THREADS, group = threadIdx.x / COLUMN_THREADS;
   const float *values = reinterpret_cast<const float *>(shared.tile) + column;
   constexpr int AT_ONCE = MASKED || ROWS > 4 ? 1 : 4;
@@ -399,24 +688,27 @@ __device__ __forceinline__ void add_values(float (&sums)[ROWS], const Shared &sh
 #pragma unroll
     for (int row = 0; row < ROWS; row++) {
       const Quad p = *reinterpret_cast<const Quad *>(&shared.scores[row][token]);
-      const int seen = MASKED ? shared.visible[row] - first_token - token : 4;
-      sums[row] = seen > 0 ? fmaf(p.x, v[0], sums[row]) : sums[row];
-      sums[row] = seen > 1 ? fmaf(p.y, v[1], sums[row]) : sums[row];
-      sums[row] = seen > 2 ? fmaf(p.z, v[2], sums[row]) : sums[row];
-      sums[row] = seen > 3 ? fmaf(p.w, v[3], sums[row]) : sums[row];
+      if constexpr (MASKED && FEATURED) {
+        const uint32_t word = seen_of(shared, turn, row)[token / 32];
+        sums[row] = add_seen_bits(sums[row], p, v, word >> token % 32);
+      } else {
+        const int seen = MASKED ? shared.visible[row] - first_token - token : 4;
+        sums[row] = add_seen(sums[row], p, v, seen);
+      }
     }
   }
 }
 
 __device__ __forceinline__ void add_slice(float (&sums)[ROWS], const Shared &shared,
-                                          int first_token) {
+                                          int first_token, int turn, const Sight &sight) {
 #pragma unroll
   for (int row = 0; row < ROWS; row++) sums[row] = NYB_MULTIPLY(sums[row], shared.rescale[row]);
   if (threadIdx.x % COLUMN_THREADS >= ValueSlices::WIDTH) return;
-  if (shared.visible[0] < first_token + TILE) { // the first row sees least
-    add_values<true>(sums, shared, first_token);
+  // Without features the first row sees least.
+  if (FEATURED ? !sight.all : shared.visible[0] < first_token + TILE) {
+    add_values<true>(sums, shared, first_token, turn);
   } else {
-    add_values<false>(sums, shared, first_token);
+    add_values<false>(sums, shared, first_token, turn);
   }
 }
 
@@ -441,6 +733,12 @@ __device__ __forceinline__ void store_sums(const float (&sums)[ROWS], const Shar
   for (int row = 0; row < ROWS; row++) outputs_of(shared, slice)[row * OUTPUT_PITCH] = sums[row];
 }
 
+// Where the first tile begins of which a row may see a token: `first`, or whole tiles later.
+__device__ __forceinline__ int tile_from(const Unit &unit, int first) {
+  if (!FEATURED || first < unit.keep_end || first >= unit.begin) return first;
+  return first + (unit.begin - first) / TILE * TILE;
+}
+
 // Leaves the sums in shared.outputs.
 __device__ __forceinline__ void attend_chunk(const nyb_attention_arguments &a, const Unit &unit,
                                              int begin, const Shared &shared,
@@ -454,37 +752,70 @@ __device__ __forceinline__ void attend_chunk(const nyb_attention_arguments &a, c
   for (int i = 0; i < WARP_ROWS; i++) {
     statistics.maximum[i] = minus_infinity();
     statistics.sum[i] = 0.0f;
+    statistics.seen[i] = false;
   }
   if (!SUMS_IN_REGISTERS) {
     __syncthreads(); // the chunk before has been read
     for (int slice = 0; slice < ValueSlices::COUNT; slice++) store_sums(sums, shared, slice);
   }
   const Source keys = source_of(a.k, unit), values = source_of(a.v, unit);
+  int first = begin, turn = 0;
 #pragma unroll 1
-  for (int first = begin; first < end; first += TILE) {
-    const int tokens = end - first < TILE ? end - first : TILE;
+  while (first < end) {
+    int part = NYB_DEVICE_PART_MIDDLE, part_end = end;
+    if constexpr (IN_PARTS) { // tiles are cut where parts meet
+      const int behind = nyb_part_end_of(&a, unit.last_begin, first);
+      part_end = behind < end ? behind : end;
+      part = first >= unit.last_begin ? NYB_DEVICE_PART_LAST
+             : first < a.first_tokens ? NYB_DEVICE_PART_FIRST
+                                      : NYB_DEVICE_PART_MIDDLE;
+    }
+    if constexpr (FEATURED) {
+      const int next = tile_from(unit, first);
+      first = next < part_end ? next : part_end;
+      if (next >= part_end) continue;
+    }
+    const int tokens = part_end - first < TILE ? part_end - first : TILE;
+    Look look;
+    Sight sight = {true, true};
+    if constexpr (LOOKS) {
+      if constexpr (PLACED) place_tokens(a, unit, shared, first, tokens);
+      if constexpr (FEATURED) look_at(a, unit, shared, turn, first, tokens, look);
+      __syncthreads(); // and queries are there, and what stood in the tile has been read
+      if constexpr (FEATURED) sight = sight_of(unit, shared, turn);
+      if (!sight.any) {
+        first += tokens;
+        turn ^= 1;
+        continue;
+      }
+    }
     Sums scores;
 #pragma unroll
     for (int i = 0; i < 2 * ROWS; i++) scores.of[i] = 0.0f;
 #pragma unroll 1
     for (int slice = 0; slice < KeySlices::COUNT; slice++) {
-      __syncthreads(); // queries are there, and what stood in the tile has been read
-      unpack<Keys, KEY_DIM>(shared.tile, keys, slice, first, tokens);
+      // Queries are there, and what stood in the tile has been read.
+      if (!LOOKS || slice > 0) __syncthreads();
+      unpack_part<Keys, KEY_DIM>(shared, unit, keys, a.first_k, a.last_k, part, slice, first,
+                                 tokens);
       __syncthreads();
       add_scores(scores, shared, slice);
     }
     store_scores(scores, shared);
     __syncthreads();
-    softmax(a, statistics, shared, first);
+    softmax(a, statistics, shared, first, turn, look);
 #pragma unroll 1
     for (int slice = 0; slice < ValueSlices::COUNT; slice++) {
       if (slice > 0) __syncthreads();
-      unpack<Values, VALUE_DIM>(shared.tile, values, slice, first, tokens);
+      unpack_part<Values, VALUE_DIM>(shared, unit, values, a.first_v, a.last_v, part, slice, first,
+                                     tokens);
       __syncthreads();
       if (!SUMS_IN_REGISTERS) load_sums(sums, shared, slice);
-      add_slice(sums, shared, first);
+      add_slice(sums, shared, first, turn, sight);
       if (!SUMS_IN_REGISTERS) store_sums(sums, shared, slice);
     }
+    first += tokens;
+    turn ^= 1;
   }
   if (SUMS_IN_REGISTERS) {
     __syncthreads();
@@ -504,39 +835,45 @@ __device__ __forceinline__ float output_of(const Shared &shared, int row, int el
 
 // ---- Results --------------------------------------------------------------------------------------
 
-// A chunk's result to where the merge kernel finds it.
+// A chunk's result to where the merge kernel finds it; index_of_chunk is its place among the unit's.
 __device__ __forceinline__ void leave_chunk(const nyb_attention_arguments &a, const Unit &unit,
-                                            int64_t chunk, const Shared &shared,
+                                            int64_t index_of_chunk, const Shared &shared,
                                             const Statistics &statistics) {
   __syncthreads();
 #pragma unroll 1
   for (int index = threadIdx.x; index < unit.rows * VALUE_DIM; index += THREADS) {
     const int row = index / VALUE_DIM, element = index % VALUE_DIM;
-    a.memory[((unit.first_partial_row + row) * a.chunks + chunk) * VALUE_DIM + element] =
+    a.memory[((unit.first_partial_row + row) * a.chunks + index_of_chunk) * VALUE_DIM + element] =
         output_of(shared, row, element);
   }
 #pragma unroll
   for (int i = 0; i < WARP_ROWS; i++) {
     const int row = static_cast<int>(threadIdx.x) / 32 + i * WARPS;
     if (row < unit.rows && threadIdx.x % 32 == 0) {
-      float *to = a.statistics + ((unit.first_partial_row + row) * a.chunks + chunk) * 2;
+      float *to = a.statistics + ((unit.first_partial_row + row) * a.chunks + index_of_chunk) * 2;
       to[0] = statistics.maximum[i];
-      to[1] = statistics.sum[i];
+      to[1] = !FEATURED || statistics.seen[i] ? statistics.sum[i] : NYB_UNSEEN_SUM;
     }
   }
 }
 
 // Adds a chunk to what all before it have come to: the values in the block's slot of memory, maxima
 // and sums with the warps that take the rows.
-__device__ __forceinline__ void fold_statistics(const Shared &shared, int begin,
+__device__ __forceinline__ void fold_statistics(const Shared &shared, int begin, bool is_first,
                                                 const Statistics &next, Statistics &folded) {
 #pragma unroll
   for (int i = 0; i < WARP_ROWS; i++) {
     const int row = static_cast<int>(threadIdx.x) / 32 + i * WARPS;
     if (row >= ROWS) break;
     nyb_fold fold = {next.maximum[i], 0.0f, 1.0f};
-    if (begin == 0) {
+    if (is_first) {
       folded.sum[i] = next.sum[i];
+      folded.seen[i] = next.seen[i];
+    } else if (FEATURED) {
+      fold = nyb_fold_of_sides(folded.maximum[i], nyb_has_weight(folded.sum[i]), next.maximum[i],
+                               nyb_has_weight(next.sum[i]));
+      folded.sum[i] = nyb_fold_sides(folded.sum[i], fold.keep, next.sum[i], fold.add);
+      folded.seen[i] = folded.seen[i] || next.seen[i];
     } else if (begin >= shared.visible[row]) { // sees nothing of it
       fold = {folded.maximum[i], 1.0f, 0.0f};
     } else {
@@ -552,15 +889,50 @@ __device__ __forceinline__ void fold_statistics(const Shared &shared, int begin,
   }
 }
 
+// FEATURED, once all chunks are folded: adds the rows' sinks. A factor below 0 stands for a row that
+// sees nothing.
+__device__ __forceinline__ void finish_statistics(const nyb_attention_arguments &a,
+                                                  const Unit &unit, const Shared &shared,
+                                                  Statistics &folded) {
+#pragma unroll
+  for (int i = 0; i < WARP_ROWS; i++) {
+    const int row = static_cast<int>(threadIdx.x) / 32 + i * WARPS;
+    if (row >= unit.rows) break;
+    const int64_t head = unit.kv_head * a.heads_per_kv + (unit.first_row + row) % a.heads_per_kv;
+    const nyb_finish finish =
+        nyb_finish_of(folded.maximum[i], folded.sum[i], folded.seen[i],
+                      a.sinks != nullptr ? a.sinks + head : nullptr);
+    folded.maximum[i] = finish.maximum;
+    folded.sum[i] = finish.sum;
+    folded.seen[i] = !finish.blind;
+    if (threadIdx.x % 32 == 0) {
+      shared.sum[row] = finish.sum;
+      shared.finish[row] = finish.blind ? -1.0f : finish.keep;
+    }
+  }
+}
+
+__device__ __forceinline__ float finished(const Shared &shared, int row, float value) {
+  if constexpr (FEATURED) {
+    const float keep = shared.finish[row];
+    return keep < 0.0f ? 0.0f : NYB_DIVIDE(NYB_MULTIPLY(value, keep), shared.sum[row]);
+  }
+  return shared.visible[row] == 0 ? 0.0f : NYB_DIVIDE(value, shared.sum[row]);
+}
+
 __device__ __forceinline__ void fold_values(const nyb_attention_arguments &a, const Unit &unit,
-                                            const Shared &shared, int begin, bool last) {
+                                            const Shared &shared, int begin, bool is_first,
+                                            bool last) {
   float *slot = a.memory + static_cast<int64_t>(blockIdx.x) * ROWS * VALUE_DIM;
 #pragma unroll 1
   for (int index = threadIdx.x; index < unit.rows * VALUE_DIM; index += THREADS) {
     const int row = index / VALUE_DIM, element = index % VALUE_DIM;
     float value;
-    if (begin == 0) {
+    if (is_first) {
       value = output_of(shared, row, element);
+    } else if (FEATURED) {
+      value = nyb_fold_sides(slot[index], shared.keep[row], output_of(shared, row, element),
+                             shared.add[row]);
     } else {
       value = slot[index];
       if (begin < shared.visible[row]) {
@@ -572,7 +944,7 @@ __device__ __forceinline__ void fold_values(const nyb_attention_arguments &a, co
       slot[index] = value;
     } else {
       nyb_store_element(a.out + shared.out_offset[row], a.out_dtype, element,
-                        shared.visible[row] == 0 ? 0.0f : NYB_DIVIDE(value, shared.sum[row]));
+                        finished(shared, row, value));
     }
   }
 }
@@ -584,9 +956,9 @@ __device__ __forceinline__ void store_lse(const nyb_attention_arguments &a, cons
   for (int i = 0; i < WARP_ROWS; i++) {
     const int row = static_cast<int>(threadIdx.x) / 32 + i * WARPS;
     if (row >= unit.rows) break;
+    const bool blind = FEATURED ? !folded.seen[i] : shared.visible[row] == 0;
     *reinterpret_cast<float *>(a.lse + shared.lse_offset[row]) =
-        shared.visible[row] == 0 ? minus_infinity()
-                                 : NYB_ADD(folded.maximum[i], logf(folded.sum[i]));
+        blind ? minus_infinity() : NYB_ADD(folded.maximum[i], logf(folded.sum[i]));
   }
 }
 
@@ -602,9 +974,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 16 ? 3 : 4)
 #pragma unroll 1
   for (int64_t index = a.split ? block / a.chunks : block; index < units; index += gridDim.x) {
     const Unit unit = unit_at(a, index);
-    const int chunks =
-        static_cast<int>((static_cast<int64_t>(unit.visible) + NYB_GENERAL_CHUNK_TOKENS - 1) /
-                         NYB_GENERAL_CHUNK_TOKENS);
+    const int chunks = chunk_count(unit);
     if (a.split && only_chunk >= chunks) break;
     __syncthreads(); // the unit before has been finished
     place_rows(a, unit, shared);
@@ -616,15 +986,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 16 ? 3 : 4)
     const int end = a.split ? first + 1 : chunks > 0 ? chunks : 1;
 #pragma unroll 1
     for (int chunk = first; chunk < end; chunk++) {
-      const int begin = chunk * NYB_GENERAL_CHUNK_TOKENS;
+      const int begin = chunk_at(unit, chunk) * NYB_GENERAL_CHUNK_TOKENS;
+      const bool is_first = chunk == 0, is_last = chunk + 1 == end;
       attend_chunk(a, unit, begin, shared, statistics);
       if (a.split) {
         leave_chunk(a, unit, chunk, shared, statistics);
         continue;
       }
-      fold_statistics(shared, begin, statistics, folded);
+      fold_statistics(shared, begin, is_first, statistics, folded);
+      if (FEATURED && is_last) finish_statistics(a, unit, shared, folded);
       __syncthreads();
-      fold_values(a, unit, shared, begin, chunk + 1 == end);
+      fold_values(a, unit, shared, begin, is_first, is_last);
     }
     if (!a.split) store_lse(a, unit, shared, folded);
   }

@@ -1,8 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Adds the chunks of a query row that attention_general left, in ascending order, and finishes the
 // row: a block of threads for each row and each THREADS of its columns.
+//
+// Parameter (-D): FEATURED, as attention_general was compiled.
 #include "attention_general.cuh"
 #include "attention_rows.cuh"
+
+#if !defined(FEATURED)
+#error "a parameter of attention_general_merge is missing"
+#endif
 
 constexpr int THREADS = 128, WARPS = THREADS / 32;
 
@@ -25,16 +31,39 @@ __device__ float running_maximum(float own, float before, float *shared) {
   return maximum;
 }
 
+// The chunks of the row's unit, as attention_general takes them.
+__device__ int64_t chunks_of_unit(const nyb_attention_arguments &a, int64_t batch,
+                                  int64_t row_in_head) {
+  const int64_t rows = a.heads_per_kv * a.query_len;
+  const int64_t first_row = row_in_head / a.rows_per_unit * a.rows_per_unit;
+  const int64_t end_row =
+      first_row + a.rows_per_unit < rows ? first_row + a.rows_per_unit : rows;
+  const nyb_sequence sequence = nyb_sequence_of(&a, batch);
+  const nyb_row_sight first = nyb_row_sight_of(&a, &sequence, first_row / a.heads_per_kv);
+  const nyb_row_sight last = nyb_row_sight_of(&a, &sequence, (end_row - 1) / a.heads_per_kv);
+  return nyb_chunk_list_of(&first, &last).count;
+}
+
+// What a row saw of a chunk, so that the largest of several says what it saw of all.
+enum { SAW_NOTHING = 0, SAW_WITHOUT_WEIGHT = 1, SAW_WEIGHT = 2 };
+
+__device__ __forceinline__ float saw(float sum) {
+  return nyb_has_weight(sum) ? SAW_WEIGHT : sum < 0.0f ? SAW_NOTHING : SAW_WITHOUT_WEIGHT;
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_general_merge(const __grid_constant__ nyb_attention_arguments a) {
   __shared__ float maxima[THREADS], keep[THREADS], add[THREADS], sums[THREADS];
   __shared__ float scan[WARPS], folded_sum;
+  __shared__ float seen[THREADS], seen_scan[WARPS]; // FEATURED
   const int64_t rows = a.heads_per_kv * a.query_len;
   const int64_t row = blockIdx.x, row_in_head = row % rows;
   const int64_t kv_head = row / rows % a.kv_heads, batch = row / rows / a.kv_heads;
   const int64_t query_row = row_in_head / a.heads_per_kv;
   const int64_t visible = nyb_visible_to(&a, nyb_length_of(&a, batch), query_row);
-  const int64_t chunks = (visible + NYB_GENERAL_CHUNK_TOKENS - 1) / NYB_GENERAL_CHUNK_TOKENS;
+  const int64_t chunks = FEATURED ? chunks_of_unit(a, batch, row_in_head)
+                                  : (visible + NYB_GENERAL_CHUNK_TOKENS - 1) /
+                                        NYB_GENERAL_CHUNK_TOKENS;
   const int64_t column = static_cast<int64_t>(blockIdx.y) * THREADS + threadIdx.x;
   const float *values = a.memory + row * a.chunks * a.value_dim + column;
   const float *statistics = a.statistics + row * a.chunks * 2;
@@ -42,16 +71,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 
-  float folded = 0.0f, maximum = 0.0f;
+  float folded = 0.0f, maximum = FEATURED ? -nyb_float_of(0x7f800000u) : 0.0f;
+  float saw_until_now = SAW_NOTHING;
   for (int64_t first = 0; first < chunks; first += THREADS) {
     const int here = static_cast<int>(chunks - first < THREADS ? chunks - first : THREADS);
     const int i = threadIdx.x;
     const float own = i < here ? statistics[(first + i) * 2] : -nyb_float_of(0x7f800000u);
     // The first chunk of all is taken as it is.
     maxima[i] = running_maximum(own, first == 0 ? own : maximum, scan);
+    const float own_sum = i < here ? statistics[(first + i) * 2 + 1] : 0.0f;
+    if constexpr (FEATURED) {
+      seen[i] = running_maximum(i < here ? saw(own_sum) : SAW_NOTHING, saw_until_now, seen_scan);
+    }
     __syncthreads();
     const float before = i > 0 ? maxima[i - 1] : maximum;
-    if (first + i == 0) {
+    if (FEATURED) {
+      const float saw_before = i > 0 ? seen[i - 1] : saw_until_now;
+      const nyb_fold fold =
+          nyb_fold_of_sides(before, saw_before == SAW_WEIGHT, own, nyb_has_weight(own_sum));
+      keep[i] = fold.keep;
+      add[i] = fold.add;
+    } else if (first + i == 0) {
       keep[i] = 0.0f;
       add[i] = 1.0f;
     } else {
@@ -59,33 +99,46 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       keep[i] = fold.keep;
       add[i] = fold.add;
     }
-    sums[i] = i < here ? statistics[(first + i) * 2 + 1] : 0.0f;
+    sums[i] = FEATURED && own_sum < 0.0f ? 0.0f : own_sum;
     maximum = maxima[here - 1];
+    if constexpr (FEATURED) saw_until_now = seen[here - 1];
     __syncthreads();
     if (i == 0) {
       float sum = first == 0 ? sums[0] : folded_sum;
-      for (int c = first == 0 ? 1 : 0; c < here; c++)
-        sum = nyb_fold_values(sum, keep[c], sums[c], add[c]);
+      for (int c = first == 0 ? 1 : 0; c < here; c++) {
+        sum = FEATURED ? nyb_fold_sides(sum, keep[c], sums[c], add[c])
+                       : nyb_fold_values(sum, keep[c], sums[c], add[c]);
+      }
       folded_sum = sum;
     }
     if (column < a.value_dim) {
       int c = 0;
       if (first == 0) folded = values[c++ * a.value_dim];
 #pragma unroll 8
-      for (; c < here; c++)
-        folded = nyb_fold_values(folded, keep[c], values[(first + c) * a.value_dim], add[c]);
+      for (; c < here; c++) {
+        const float next = values[(first + c) * a.value_dim];
+        folded = FEATURED ? nyb_fold_sides(folded, keep[c], next, add[c])
+                          : nyb_fold_values(folded, keep[c], next, add[c]);
+      }
     }
     __syncthreads();
   }
 
   const int64_t head = kv_head * a.heads_per_kv + row_in_head % a.heads_per_kv;
+  nyb_finish finish = {maximum, chunks > 0 ? folded_sum : 0.0f, 1.0f, visible == 0};
+  if constexpr (FEATURED) {
+    finish = nyb_finish_of(maximum, finish.sum, saw_until_now != SAW_NOTHING,
+                           a.sinks != nullptr ? a.sinks + head : nullptr);
+    folded = NYB_MULTIPLY(folded, finish.keep);
+  }
   char *out = a.out + batch * a.out_stride[0] + head * a.out_stride[1] + query_row * a.out_stride[2];
   if (column < a.value_dim) {
     nyb_store_element(out, a.out_dtype, column,
-                      visible == 0 ? 0.0f : NYB_DIVIDE(folded, folded_sum));
+                      finish.blind ? 0.0f : NYB_DIVIDE(folded, finish.sum));
   }
   if (a.lse != nullptr && column == 0) {
-    const float lse = visible == 0 ? -nyb_float_of(0x7f800000u) : NYB_ADD(maximum, logf(folded_sum));
+    const float lse =
+        finish.blind ? -nyb_float_of(0x7f800000u) : NYB_ADD(finish.maximum, logf(finish.sum));
     *reinterpret_cast<float *>(a.lse + batch * a.lse_stride[0] + head * a.lse_stride[1] +
                                query_row * a.lse_stride[2]) = lse;
   }

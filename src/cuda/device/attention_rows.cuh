@@ -13,7 +13,7 @@
 
 NYB_FUNCTION int64_t nyb_length_of(const nyb_attention_arguments *a, int64_t batch) {
   const int64_t length = a->lengths[batch];
-  return length < 0 ? 0 : length < a->capacity_tokens ? length : a->capacity_tokens;
+  return length < 0 ? 0 : length < a->room_tokens ? length : a->room_tokens;
 }
 
 /* The first tokens of a sequence that a query row sees. */
@@ -112,7 +112,7 @@ NYB_FUNCTION void nyb_load_plain_aligned(nyb_run *run, const char *row, int dtyp
   }
 }
 
-NYB_FUNCTION uint32_t nyb_code_of(const nyb_run *run, int bits, int i) {
+NYB_FUNCTION uint32_t nyb_code_in(const nyb_run *run, int bits, int i) {
   const int bit = i * bits;
   const uint32_t mask = (1u << bits) - 1u;
   if (bit >= 32) return (run->words[1] >> (bit - 32)) & mask;
