@@ -181,99 +181,109 @@ ALWAYS_INLINE void transpose_group(const nyb_tile_tokens *k, int64_t group, int 
   }
 }
 
-/* dots[r][v] = step[r] * (start[r] + q_r . k) over one group, for a few rows and vectors of tokens;
- * or adds it to them. */
-ALWAYS_INLINE void dot_block(int rows, int vectors, const int32_t *q, int64_t q_stride,
-                             const int32_t *pairs, int64_t pair_count, const int32_t *starts,
-                             const float *steps, bool add, ahead_run ahead,
-                             vf dots[DOT_ROWS][DOT_VECTORS]) {
-  vi sums[DOT_ROWS][DOT_VECTORS];
-  UNROLL
-  for (int r = 0; r < rows; r++) {
-    UNROLL
-    for (int v = 0; v < vectors; v++) sums[r][v] = vi_set1(starts[r]);
-  }
-  UNROLL_BY(2) for (int64_t pair = 0; pair < pair_count; pair++, pairs += VECTOR_LANES, q++) {
-    vi k[DOT_VECTORS];
-    UNROLL
-    for (int v = 0; v < vectors; v++) k[v] = vi_load(pairs + v * PAIRS_STRIDE);
-    touch(&ahead);
-    UNROLL
-    for (int r = 0; r < rows; r++) {
-      const vi both = vi_set1(q[r * q_stride]);
-      UNROLL
-      for (int v = 0; v < vectors; v++) sums[r][v] = vi_dot16(sums[r][v], k[v], both);
-    }
-  }
-  UNROLL
-  for (int r = 0; r < rows; r++) {
-    const vf step = vf_set1(steps[r]);
-    UNROLL
-    for (int v = 0; v < vectors; v++) {
-      const vf sum = vf_from_vi(sums[r][v]);
-      dots[r][v] = add ? vf_fma(sum, step, dots[r][v]) : vf_mul(sum, step);
-    }
-  }
+/* Prepared rows from one on, at the pairs and at the numbers of one group. */
+typedef struct group_of_queries {
+  const char *pairs, *low_pairs;
+  const char *step, *sum, *start, *low_start;
+  int64_t stride_bytes;
+} group_of_queries;
+
+ALWAYS_INLINE group_of_queries queries_of_group(const nyb_score_tile *tile, int64_t group) {
+  const int64_t dim = tile->k.dim, groups = dim / tile->k.group_size;
+  const prepared_row r = prepared_row_at(tile->prepared, 0, dim, groups);
+  return (group_of_queries){
+      .pairs = (const char *)(r.pairs + group * tile->k.group_size / 2),
+      .low_pairs = (const char *)(r.low_pairs + group * tile->k.group_size / 2),
+      .step = (const char *)(r.step + group),
+      .sum = (const char *)(r.sum + group),
+      .start = (const char *)(r.start + group),
+      .low_start = (const char *)(r.low_start + group),
+      .stride_bytes = nyb_prepared_bytes(dim),
+  };
 }
+
+ALWAYS_INLINE float float_at(const char *bytes) { return *(const float *)(const void *)bytes; }
+ALWAYS_INLINE int32_t int_at(const char *bytes) { return *(const int32_t *)(const void *)bytes; }
 
 typedef struct group_of_keys {
   const int32_t *pairs;
-  int64_t pair_count, group, groups;
+  int64_t pair_count;
   const float *scales, *middles; /* [token]; middle: the value of the middle code */
   ahead_cursor *ahead;
 } group_of_keys;
 
+/* sums[r][v] = start[r] + q_r . k over one group, for a few rows and vectors of tokens. */
+ALWAYS_INLINE void dot_block(int rows, int vectors, const char *q, const char *start,
+                             int64_t stride_bytes, const group_of_keys *keys, int64_t token,
+                             vi sums[DOT_ROWS][DOT_VECTORS]) {
+  const int32_t *pairs = keys->pairs + token / VECTOR_LANES * PAIRS_STRIDE;
+  const int32_t *const end = pairs + keys->pair_count * VECTOR_LANES;
+  ahead_run ahead = take_ahead(keys->ahead, keys->pair_count);
+  UNROLL
+  for (int r = 0; r < rows; r++) {
+    UNROLL
+    for (int v = 0; v < vectors; v++) sums[r][v] = vi_set1(int_at(start + r * stride_bytes));
+  }
+  do {
+    UNROLL
+    for (int step = 0; step < DOT_STEPS; step++) {
+      vi k[DOT_VECTORS];
+      UNROLL
+      for (int v = 0; v < vectors; v++) k[v] = vi_load(pairs + v * PAIRS_STRIDE);
+      touch(&ahead);
+      UNROLL
+      for (int r = 0; r < rows; r++) {
+        const vi both = vi_set1(int_at(q + r * stride_bytes));
+        UNROLL
+        for (int v = 0; v < vectors; v++) sums[r][v] = vi_dot16(sums[r][v], k[v], both);
+      }
+      pairs += VECTOR_LANES;
+      q += sizeof(int32_t);
+    }
+  } while (pairs < end);
+}
+
 /* score += scale * (step * dot of q and code - middle code) + middle * sum(q). The distance from
  * the middle code is taken among the integers, where it is exact: with bias * sum(q), two large
  * terms would cancel. */
-ALWAYS_INLINE void score_block(const nyb_score_tile *tile, const group_of_keys *keys, int rows,
-                               int vectors, int64_t first_row, int64_t token) {
-  prepared_row q[DOT_ROWS];
-  float steps[DOT_ROWS] = {0};
-  int32_t starts[DOT_ROWS] = {0};
-  vf dots[DOT_ROWS][DOT_VECTORS];
+ALWAYS_INLINE void score_block(const group_of_queries *queries, const group_of_keys *keys, int rows,
+                               int vectors, bool precise, int64_t first_row, int64_t token,
+                               float *scores) {
+  const int64_t stride_bytes = queries->stride_bytes, row_bytes = first_row * stride_bytes;
+  const char *step = queries->step + row_bytes, *sum = queries->sum + row_bytes;
+  vi sums[DOT_ROWS][DOT_VECTORS], low_sums[DOT_ROWS][DOT_VECTORS];
+  dot_block(rows, vectors, queries->pairs + row_bytes, queries->start + row_bytes, stride_bytes,
+            keys, token, sums);
+  if (precise) {
+    dot_block(rows, vectors, queries->low_pairs + row_bytes, queries->low_start + row_bytes,
+              stride_bytes, keys, token, low_sums);
+  }
+  scores += first_row * NYB_TILE_TOKENS + token;
   UNROLL
   for (int r = 0; r < rows; r++) {
-    q[r] = prepared_row_at(tile->prepared, first_row + r, tile->k.dim, keys->groups);
-    steps[r] = q[r].step[keys->group];
-    starts[r] = q[r].start[keys->group];
-  }
-  const int64_t stride = nyb_prepared_bytes(tile->k.dim) / (int64_t)sizeof(int32_t);
-  const int64_t first = keys->group * keys->pair_count;
-  const int32_t *pairs = keys->pairs + token / VECTOR_LANES * PAIRS_STRIDE;
-  dot_block(rows, vectors, q[0].pairs + first, stride, pairs, keys->pair_count, starts, steps,
-            false, take_ahead(keys->ahead, keys->pair_count), dots);
-  if (tile->precise) {
-    UNROLL
-    for (int r = 0; r < rows; r++) {
-      steps[r] /= LOW_STEPS;
-      starts[r] = q[r].low_start[keys->group];
-    }
-    dot_block(rows, vectors, q[0].low_pairs + first, stride, pairs, keys->pair_count, starts, steps,
-              true, take_ahead(keys->ahead, keys->pair_count), dots);
-  }
-  UNROLL
-  for (int r = 0; r < rows; r++) {
-    const vf sum = vf_set1(q[r].sum[keys->group]);
+    const float of_code = float_at(step + r * stride_bytes);
+    const vf q_sum = vf_set1(float_at(sum + r * stride_bytes));
     UNROLL
     for (int v = 0; v < vectors; v++) {
-      const int64_t t = token + v * VECTOR_LANES;
-      float *score = tile->scores + (first_row + r) * NYB_TILE_TOKENS + t;
-      const vf before = keys->group == 0 ? vf_zero() : vf_load(score);
-      const vf scaled = vf_fma(vf_load(keys->scales + t), dots[r][v], before);
-      vf_store(score, vf_fma(vf_load(keys->middles + t), sum, scaled));
+      const int64_t t = v * VECTOR_LANES;
+      vf dot = vf_mul(vf_from_vi(sums[r][v]), vf_set1(of_code));
+      if (precise) dot = vf_fma(vf_from_vi(low_sums[r][v]), vf_set1(of_code / LOW_STEPS), dot);
+      float *score = scores + r * NYB_TILE_TOKENS + t;
+      const vf scaled = vf_fma(vf_load(keys->scales + token + t), dot, vf_load(score));
+      vf_store(score, vf_fma(vf_load(keys->middles + token + t), q_sum, scaled));
     }
   }
 }
 
-ALWAYS_INLINE void score_rows(const nyb_score_tile *tile, const group_of_keys *keys, int rows,
-                              int64_t first_row, int64_t padded_tokens) {
+ALWAYS_INLINE void score_rows(const group_of_queries *queries, const group_of_keys *keys, int rows,
+                              bool precise, int64_t first_row, int64_t padded_tokens,
+                              float *scores) {
   int64_t t = 0;
   for (; t + DOT_VECTORS * VECTOR_LANES <= padded_tokens; t += DOT_VECTORS * VECTOR_LANES) {
-    score_block(tile, keys, rows, DOT_VECTORS, first_row, t);
+    score_block(queries, keys, rows, DOT_VECTORS, precise, first_row, t, scores);
   }
   for (; t < padded_tokens; t += VECTOR_LANES) {
-    score_block(tile, keys, rows, 1, first_row, t);
+    score_block(queries, keys, rows, 1, precise, first_row, t, scores);
   }
 }
 
@@ -297,20 +307,23 @@ ALWAYS_INLINE void add_middles(const float *scales, int bits, float *biases) {
 }
 
 /* Kept out of line: it does not depend on the width of codes, so all widths share one copy. */
-static __attribute__((noinline)) void score_group(const nyb_score_tile *tile,
-                                                  const group_of_keys *keys,
-                                                  int64_t padded_tokens) {
-  int64_t row = 0;
-  for (; row + DOT_ROWS <= tile->rows; row += DOT_ROWS) {
-    score_rows(tile, keys, DOT_ROWS, row, padded_tokens);
+#define DEFINE_SCORE_GROUP(name, precise)                                               \
+  static __attribute__((noinline)) void name(const group_of_queries *queries,           \
+                                             const group_of_keys *keys, int64_t rows,   \
+                                             int64_t padded_tokens, float *scores) {    \
+    int64_t row = 0;                                                                    \
+    for (; row + DOT_ROWS <= rows; row += DOT_ROWS) {                                   \
+      score_rows(queries, keys, DOT_ROWS, precise, row, padded_tokens, scores);         \
+    }                                                                                   \
+    switch (rows - row) {                                                               \
+      case 3: score_rows(queries, keys, 3, precise, row, padded_tokens, scores); break; \
+      case 2: score_rows(queries, keys, 2, precise, row, padded_tokens, scores); break; \
+      case 1: score_rows(queries, keys, 1, precise, row, padded_tokens, scores); break; \
+      default: break;                                                                   \
+    }                                                                                   \
   }
-  switch (tile->rows - row) {
-    case 3: score_rows(tile, keys, 3, row, padded_tokens); break;
-    case 2: score_rows(tile, keys, 2, row, padded_tokens); break;
-    case 1: score_rows(tile, keys, 1, row, padded_tokens); break;
-    default: break;
-  }
-}
+DEFINE_SCORE_GROUP(score_group, false)
+DEFINE_SCORE_GROUP(score_group_precise, true)
 
 /* How often dot_block goes through its loop. */
 ALWAYS_INLINE int64_t score_steps(const nyb_score_tile *tile, int64_t padded_tokens) {
@@ -325,18 +338,19 @@ ALWAYS_INLINE void scores_affine(const nyb_score_tile *tile, int bits) {
   const nyb_tile_tokens *k = &tile->k;
   const int64_t padded_tokens = (k->tokens + VECTOR_LANES - 1) / VECTOR_LANES * VECTOR_LANES;
   ahead_cursor ahead = start_ahead(&tile->ahead, score_steps(tile, padded_tokens), scratch);
-  group_of_keys keys = {.pairs = scratch->pairs,
-                        .pair_count = k->group_size / 2,
-                        .groups = k->dim / k->group_size,
-                        .ahead = &ahead};
-  for (keys.group = 0; keys.group < keys.groups; keys.group++) {
-    transpose_group(k, keys.group, bits, padded_tokens, scratch->pairs, scratch->bytes);
-    const int64_t in_span = keys.group % MAX_SPAN;
+  group_of_keys keys = {.pairs = scratch->pairs, .pair_count = k->group_size / 2, .ahead = &ahead};
+  for (int64_t i = 0; i < tile->rows * NYB_TILE_TOKENS; i += VECTOR_LANES) {
+    vf_store(tile->scores + i, vf_zero());
+  }
+  const int64_t groups = k->dim / k->group_size;
+  for (int64_t group = 0; group < groups; group++) {
+    transpose_group(k, group, bits, padded_tokens, scratch->pairs, scratch->bytes);
+    const int64_t in_span = group % MAX_SPAN;
     if (in_span == 0) {
-      const int64_t left = keys.groups - keys.group, span = left < MAX_SPAN ? left : MAX_SPAN;
-      gather_groups(k->scales, k->scales_stride_bytes, keys.group, span, k->tokens, k->scale_dtype,
+      const int64_t left = groups - group, span = left < MAX_SPAN ? left : MAX_SPAN;
+      gather_groups(k->scales, k->scales_stride_bytes, group, span, k->tokens, k->scale_dtype,
                     scratch->scales);
-      gather_groups(k->biases, k->biases_stride_bytes, keys.group, span, k->tokens, k->scale_dtype,
+      gather_groups(k->biases, k->biases_stride_bytes, group, span, k->tokens, k->scale_dtype,
                     scratch->middles);
       for (int64_t i = 0; i < span; i++) {
         add_middles(scratch->scales[i], bits, scratch->middles[i]);
@@ -344,7 +358,12 @@ ALWAYS_INLINE void scores_affine(const nyb_score_tile *tile, int bits) {
     }
     keys.scales = scratch->scales[in_span];
     keys.middles = scratch->middles[in_span];
-    score_group(tile, &keys, padded_tokens);
+    const group_of_queries queries = queries_of_group(tile, group);
+    if (tile->precise) {
+      score_group_precise(&queries, &keys, tile->rows, padded_tokens, tile->scores);
+    } else {
+      score_group(&queries, &keys, tile->rows, padded_tokens, tile->scores);
+    }
   }
 }
 

@@ -11,7 +11,7 @@
 #include "round_bf16.h"
 
 #define NYB_ISA_SUFFIX avx512
-enum { VECTOR_LANES = 16, DOT_ROWS = 4, DOT_VECTORS = 4, SUM_VECTORS = 2 };
+enum { VECTOR_LANES = 16, DOT_ROWS = 4, DOT_VECTORS = 4, DOT_STEPS = 2, SUM_VECTORS = 2 };
 enum { UNPACKED_STRIDE = 128 }; /* the largest group */
 
 typedef __m512 vf;
@@ -86,7 +86,11 @@ static inline void vi_store(int32_t *p, vi x) { _mm512_storeu_si512(p, x); }
 static inline vi vi_add(vi a, vi b) { return _mm512_add_epi32(a, b); }
 static inline vi vi_and(vi a, vi b) { return _mm512_and_si512(a, b); }
 static inline vi vi_shift_right(vi a, int bits) { return _mm512_srli_epi32(a, (unsigned)bits); }
-static inline vi vi_dot16(vi acc, vi a, vi b) { return _mm512_dpwssd_epi32(acc, a, b); }
+static inline vi vi_dot16(vi acc, vi a, vi b) {
+  acc = _mm512_dpwssd_epi32(acc, a, b);
+  __asm__("" : "+v"(acc)); /* in one register: see simd_avx2.h */
+  return acc;
+}
 
 static inline vi vi_shift_right_halves(vi a, int bits) {
   return _mm512_srli_epi16(a, (unsigned)bits);

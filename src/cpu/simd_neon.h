@@ -11,7 +11,7 @@
 #include "round_bf16.h"
 
 #define NYB_ISA_SUFFIX neon
-enum { VECTOR_LANES = 4, DOT_ROWS = 4, DOT_VECTORS = 4, SUM_VECTORS = 4 };
+enum { VECTOR_LANES = 4, DOT_ROWS = 4, DOT_VECTORS = 4, DOT_STEPS = 2, SUM_VECTORS = 4 };
 enum { UNPACKED_STRIDE = 128 }; /* the largest group */
 
 typedef float32x4_t vf;

@@ -9,7 +9,7 @@
 #include "../numeric.h"
 
 #define NYB_ISA_SUFFIX scalar
-enum { VECTOR_LANES = 1, DOT_ROWS = 4, DOT_VECTORS = 2, SUM_VECTORS = 2 };
+enum { VECTOR_LANES = 1, DOT_ROWS = 4, DOT_VECTORS = 2, DOT_STEPS = 2, SUM_VECTORS = 2 };
 enum { UNPACKED_STRIDE = 128 }; /* the largest group */
 
 typedef float vf;
