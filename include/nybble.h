@@ -502,9 +502,12 @@ NYB_API nyb_status nyb_attention_run(nyb_context *context, const nyb_attention *
  * A part of lse -inf is empty: its out is not looked at, and it changes no bit; a sole part that is
  * not empty is the result, bit for bit, where the dtypes agree; where all are empty the result is
  * zeros and -inf. An lse that is NaN or +inf makes the row NaN, lse too; a NaN in the out of a part
- * that is not empty shows, however little it weighs. A NaN result is the positive quiet one. On the
- * CPU the bits depend on the parts alone: not on ISA, machine, threads, strides or other rows.
- * NYB_ERROR_UNSUPPORTED on CUDA. */
+ * that is not empty shows, however little it weighs. A NaN result is the positive quiet one. The
+ * bits depend on the parts alone: not on backend, ISA, machine, threads, strides or other rows.
+ *
+ * CUDA: the views' data is device memory. Up to 52 parts may lie anywhere, up to 208 where all have
+ * the same strides, and any number where they have one dtype, too, and lie evenly spaced; else
+ * NYB_ERROR_UNSUPPORTED. */
 typedef struct nyb_attention_merge {
   size_t struct_size;
   int64_t parts;                         /* 1 to 65,536 */

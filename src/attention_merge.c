@@ -10,6 +10,7 @@
 #include <string.h>
 
 #include "context.h"
+#include "cuda/operations.h"
 #include "numeric.h"
 #include "views.h"
 
@@ -304,14 +305,15 @@ nyb_status nyb_attention_merge_run(nyb_context *context, const nyb_attention_mer
   nyb_status status = nyb_check_stream(context, stream);
   if (status == NYB_OK) status = check_fields(merge);
   if (status != NYB_OK) return status;
-  if (nyb_on_cuda(context)) {
-    return nyb_fail(NYB_ERROR_UNSUPPORTED,
-                    "nyb_attention_merge_run has no kernel on the cuda backend; the parts must be "
-                    "copied to the host and merged with a context of the CPU");
-  }
   status = check_memory(merge);
   const bool is_empty = merge->batch == 0 || merge->query_heads == 0 || merge->query_len == 0;
   if (status != NYB_OK || is_empty) return status;
+
+  if (nyb_on_cuda(context)) {
+    status = nyb_cuda_attention_merge_run(context, merge, stream);
+    if (status == NYB_OK) nyb_count(context, NYB_COUNTER_ATTENTION_MERGE);
+    return status;
+  }
 
   /* The products fit: out has so many rows, each of memory of its own. */
   const int64_t row_elements = merge->parts * merge->value_dim;

@@ -79,7 +79,7 @@ void check_free(check_run *run);
 void check_quantize(check_run *run);
 void check_attention(check_run *run);
 void check_attention_places(check_run *run);
-void check_attention_merge(check_run *run); /* CPU */
+void check_attention_merge(check_run *run);
 void check_geglu(check_run *run);
 void check_append(check_run *run); /* CUDA */
 

@@ -373,15 +373,18 @@ static merge_case case_at(int64_t turn) {
 }
 
 void check_attention_merge(check_run *run) {
-  check_tally *tally = check_find(run, "attention_merge", "", NYB_ISA_SCALAR);
+  const bool on_gpu = run->options.backend == NYB_BACKEND_CUDA;
+  check_tally *tally =
+      check_find(run, "attention_merge", "", on_gpu ? NYB_ISA_CUDA : NYB_ISA_SCALAR);
   if (tally == NULL) return;
   if (run->options.library->merge == NULL) {
     tally->skipped = 1;
-    tally->skip_reason = "calls staged for a GPU have no merge";
+    tally->skip_reason = "the library that is checked has no merge";
     return;
   }
   check_random random = {.state = 5};
-  const int64_t turns = LSES_COUNT * OUTS_COUNT * (run->options.quick ? 3 : 30);
+  const int rounds = run->options.sanitizer ? 1 : run->options.quick ? 3 : 30;
+  const int64_t turns = LSES_COUNT * OUTS_COUNT * rounds;
   for (int64_t turn = 0; turn < turns; turn++) {
     if (turn % 100 == 0) check_step(run, "attention_merge", turn, turns);
     const merge_case c = case_at(turn);

@@ -364,5 +364,36 @@ static nyb_status attention(nyb_context *context, const nyb_attention *host, voi
                                   stream_for(context)));
 }
 
-const check_library check_staged = {
-    .quantize = quantize, .dequantize = dequantize, .attention = attention, .geglu = geglu};
+/* The views stay on the host. */
+static nyb_status merge(nyb_context *context, const nyb_attention_merge *host, nyb_stream stream) {
+  enum { MOST_PARTS = 128 };
+  nyb_input outs[MOST_PARTS], lses[MOST_PARTS];
+  (void)stream;
+  nyb_attention_merge call = *host;
+  if (call.parts > MOST_PARTS) abort(); /* the checks have fewer */
+  begin();
+  for (int64_t part = 0; part < call.parts; part++) {
+    add_piece(call.outs[part].data, 0);
+    add_piece(call.lses[part].data, 0);
+  }
+  add_piece(call.out.data, 0);
+  add_piece(call.lse.data, 0);
+  if (!upload()) return NYB_ERROR_DEVICE;
+  for (int64_t part = 0; part < call.parts; part++) {
+    outs[part] = call.outs[part];
+    lses[part] = call.lses[part];
+    outs[part].data = translate(outs[part].data);
+    lses[part].data = translate(lses[part].data);
+  }
+  call.outs = outs;
+  call.lses = lses;
+  call.out.data = translate(call.out.data);
+  call.lse.data = translate(call.lse.data);
+  return finish(nyb_attention_merge_run(context, &call, stream_for(context)));
+}
+
+const check_library check_staged = {.quantize = quantize,
+                                    .dequantize = dequantize,
+                                    .attention = attention,
+                                    .geglu = geglu,
+                                    .merge = merge};

@@ -39,6 +39,7 @@ static const path_tally paths[] = {
     {"attention_compat_cuda", "attention_compat", NYB_ISA_CUDA},
     {"geglu_compat_cuda", "geglu_compat", NYB_ISA_CUDA},
     {"attention_merge", "attention_merge", NYB_ISA_SCALAR},
+    {"attention_merge_cuda", "attention_merge", NYB_ISA_CUDA},
     FEATURE_TALLIES("attention_top_left"),
     FEATURE_TALLIES("attention_window"),
     FEATURE_TALLIES("attention_mask_bool"),

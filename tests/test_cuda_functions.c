@@ -16,6 +16,7 @@
 #include "../src/attention.h"
 #include "../src/cpu/geglu_f32.h"
 #include "../src/cuda/attention.h"
+#include "../src/cuda/device/attention_combine.cuh"
 #include "../src/cuda/device/attention_places.cuh"
 #include "../src/cuda/device/geglu.cuh"
 #include "../src/cuda/device/quantize.cuh"
@@ -509,6 +510,59 @@ static void test_numbers_out_of_range(void **state) {
   }
 }
 
+/* ---- Merging ----------------------------------------------------------------------------------
+ */
+
+enum { MERGED_PARTS = 9, MERGED_CASES = 2000 };
+
+/* One row of one column, as attention_combine adds it up. */
+static void combine(const float *outs, const float *lses, int parts, float *out, float *lse) {
+  double largest = (double)-INFINITY, all = 0, sum = -0.0;
+  for (int i = 0; i < parts; i++) {
+    if ((double)lses[i] > largest) largest = (double)lses[i];
+  }
+  for (int i = 0; i < parts; i++) {
+    const double weight = nyb_exp_of_negative(NYB_F64_SUBTRACT((double)lses[i], largest));
+    all = NYB_F64_ADD(all, weight);
+    sum = NYB_F64_ADD(sum, NYB_F64_MULTIPLY(weight, (double)outs[i]));
+  }
+  *out = nyb_f32_of_f64(NYB_F64_DIVIDE(sum, all));
+  *lse = nyb_f32_of_f64(all > 1 ? NYB_F64_ADD(largest, nyb_log_from_one(all)) : largest);
+}
+
+static void test_merge(void **state) {
+  static const double spreads[] = {0, 0.01, 1, 30, 800};
+  (void)state;
+  nyb_context *context;
+  check_random random = {.state = 21};
+  assert_int_equal(nyb_context_create(NULL, &context), NYB_OK);
+  for (int i = 0; i < MERGED_CASES; i++) {
+    const int parts = 1 + i % MERGED_PARTS;
+    float outs[MERGED_PARTS], lses[MERGED_PARTS], want[2], got[2];
+    nyb_input out_views[MERGED_PARTS], lse_views[MERGED_PARTS];
+    for (int part = 0; part < parts; part++) {
+      outs[part] = (float)check_random_normal(&random);
+      lses[part] = (float)(spreads[i % 5] * check_random_normal(&random));
+      out_views[part] = (nyb_input){.data = &outs[part], .dtype = NYB_F32};
+      lse_views[part] = (nyb_input){.data = &lses[part], .dtype = NYB_F32};
+    }
+    const nyb_attention_merge merge = {.struct_size = sizeof merge,
+                                       .parts = parts,
+                                       .batch = 1,
+                                       .query_heads = 1,
+                                       .query_len = 1,
+                                       .value_dim = 1,
+                                       .outs = out_views,
+                                       .lses = lse_views,
+                                       .out = {.data = &want[0], .dtype = NYB_F32},
+                                       .lse = {.data = &want[1], .dtype = NYB_F32}};
+    assert_int_equal(nyb_attention_merge_run(context, &merge, NULL), NYB_OK);
+    combine(outs, lses, parts, &got[0], &got[1]);
+    assert_memory_equal(got, want, sizeof want);
+  }
+  nyb_context_destroy(context);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_conversions),
@@ -522,6 +576,7 @@ int main(void) {
       cmocka_unit_test(test_geglu_f32),
       cmocka_unit_test(test_sight_and_places),
       cmocka_unit_test(test_numbers_out_of_range),
+      cmocka_unit_test(test_merge),
   };
   return cmocka_run_group_tests(tests, set_up, NULL);
 }

@@ -294,6 +294,8 @@ static void nothing_to_do(void) {
   nyb_context_destroy(context);
 }
 
+static int host_memory[1 << 16];
+
 /* Every field that only the general kernel takes, one at a time: the plan names it, and runs launch
  * that kernel. */
 enum { FEATURE_COUNT = 11 };
@@ -337,6 +339,48 @@ static nyb_attention with_feature(int feature, const char **field) {
   return a;
 }
 
+/* Parts that stand anywhere, with strides of their own, or evenly spaced. */
+static nyb_status merge_of(int64_t parts, int64_t step, bool own_strides, const void *odd_lse) {
+  static nyb_input outs[1000], lses[1000];
+  for (int64_t part = 0; part < parts; part++) {
+    outs[part] = (nyb_input){.data = (float *)calls.floats + part * step, .dtype = NYB_F32};
+    lses[part] = (nyb_input){.data = (float *)calls.more_codes + part % 7 * 2, .dtype = NYB_F32};
+    if (step > 0) lses[part].data = (float *)calls.more_codes + part * 2;
+    set_strides(outs[part].stride, 1, 2, own_strides ? DIM + part % 3 : DIM);
+    set_strides(lses[part].stride, 1, 2, 1);
+  }
+  if (odd_lse != NULL) lses[parts - 1].data = odd_lse;
+  nyb_attention_merge merge = {.struct_size = sizeof merge,
+                               .parts = parts,
+                               .batch = 1,
+                               .query_heads = 1,
+                               .query_len = 2,
+                               .value_dim = DIM,
+                               .outs = outs,
+                               .lses = lses,
+                               .out = {.data = calls.out, .dtype = NYB_BF16}};
+  set_strides(merge.out.stride, 1, 2, DIM);
+  return nyb_attention_merge_run(context, &merge, stream);
+}
+
+static void merges_launch(void) {
+  open_all();
+  make_calls();
+  launch_count = 0;
+  MUST(merge_of(1, 0, false, NULL) == NYB_OK && launch_count == 1);
+  MUST(strcmp(launched[0], "attention_combine") == 0 && counters().attention_merge == 1);
+  MUST(merge_of(52, 0, true, NULL) == NYB_OK);
+  MUST(merge_of(208, 0, false, NULL) == NYB_OK);
+  MUST(merge_of(1000, 2, false, NULL) == NYB_OK);
+  MUST(counters().attention_merge == 4);
+  launch_count = 0;
+  MUST_FAIL(merge_of(53, 0, true, NULL), NYB_ERROR_UNSUPPORTED, "merge.parts is 53");
+  MUST_FAIL(merge_of(209, 0, false, NULL), NYB_ERROR_UNSUPPORTED, "merge.parts is 209");
+  MUST_FAIL(merge_of(3, 0, false, host_memory), NYB_ERROR_POINTER, "merge.lses[2].data is 0x");
+  MUST(launch_count == 0 && counters().attention_merge == 4);
+  nyb_context_destroy(context);
+}
+
 static void features_launch(void) {
   open_all();
   make_calls();
@@ -363,8 +407,6 @@ static void features_launch(void) {
 }
 
 /* ---- What they refuse ----------------------------------------------------------------------- */
-
-static int host_memory[1 << 16];
 
 /* The pointers of what a call has beside a rectangle. */
 static void host_feature_pointers(void) {
@@ -466,18 +508,6 @@ static void descriptors(void) {
   }
   calls.geglu.out = (char *)calls.geglu.gate + 2;
   MUST_FAIL(geglu_fused(), NYB_ERROR_OVERLAP, "geglu.out");
-  const nyb_input view = {.data = calls.floats, .dtype = NYB_F32};
-  const nyb_attention_merge merge = {.struct_size = sizeof merge,
-                                     .parts = 1,
-                                     .batch = 1,
-                                     .query_heads = 1,
-                                     .query_len = 1,
-                                     .value_dim = DIM,
-                                     .outs = &view,
-                                     .lses = &view,
-                                     .out = {.data = calls.out, .dtype = NYB_F32}};
-  MUST_FAIL(nyb_attention_merge_run(context, &merge, stream), NYB_ERROR_UNSUPPORTED,
-            "nyb_attention_merge_run has no kernel on the cuda backend");
   MUST(launch_count == 0);
   nyb_context_destroy(context);
 }
@@ -486,6 +516,7 @@ static void test_launches(void **state) {
   (void)state;
   assert_true(in_child(operations_launch));
   assert_true(in_child(features_launch));
+  assert_true(in_child(merges_launch));
   assert_true(in_child(runs_are_light));
   assert_true(in_child(nothing_to_do));
 }

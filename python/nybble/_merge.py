@@ -27,7 +27,8 @@ def merge(
         (out, lse) of the kind and dtype of the first part.
 
     Raises:
-        NybbleError: SHAPE or DTYPE where the parts differ, or there is none; UNSUPPORTED on CUDA.
+        NybbleError: SHAPE or DTYPE where the parts differ, or there is none; UNSUPPORTED on CUDA
+            for more scattered parts than a kernel's parameter lists.
     """
     parts = len(outs)
     if parts == 0 or len(lses) != parts:

@@ -514,6 +514,8 @@ static void visit_pair(int shape_index, int format_index, const nyb_cuda_propert
 
 void nyb_cuda_attention_matrix(const nyb_cuda_properties *properties, nyb_cuda_visit visit,
                                void *data) {
+  const nyb_cuda_spec combine = {.program = &nyb_cuda_program_attention_combine};
+  visit(data, &combine, false);
   for (int s = 0; s < MATRIX_SHAPES; s++) {
     for (int f = 0; f < MATRIX_FORMATS; f++) visit_pair(s, f, properties, visit, data);
   }

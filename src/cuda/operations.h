@@ -26,6 +26,11 @@ nyb_status nyb_cuda_attention_plan(const nyb_attention_call *call, nyb_path aske
 nyb_status nyb_cuda_attention_run(const nyb_attention_call *call, const nyb_plan *plan,
                                   void *workspace, nyb_stream stream);
 
+/* All but what lies behind the parts' pointers has been checked, and there is at least one row. The
+ * caller counts. */
+nyb_status nyb_cuda_attention_merge_run(nyb_context *context, const nyb_attention_merge *merge,
+                                        nyb_stream stream);
+
 /* ---- Quantize, dequantize, GeGLU ------------------------------------------------------------ */
 
 /* There is at least one row. The caller counts call and kernel. */

@@ -143,8 +143,6 @@ refused(
     lambda: nybble.Quantized(rows.codes, torch.zeros(1, 2, 4, 1), rows.biases, bits=4),
     "are on devices [0, -1, 0]",
 )
-nan = f32(1, 2, 4)
-refused(lambda: nybble.merge([here], [nan]), "merg", "UNSUPPORTED")
 """,
     )
 
