@@ -204,9 +204,11 @@ static void check_placed(check_run *run, int kind, check_random *random) {
   scene_free(&scene);
 }
 
-/* The middle part chooses the kernel, which takes the others in whatever format. */
+/* The middle part chooses the kernel, which takes the others in whatever format. A call without
+ * room in either of them is a plain one, which tensor cores may take. */
 static void settle_parts_for_gpu(attention_shape shapes[SCENE_PARTS]) {
   settle_for_gpu(&shapes[1]);
+  if (shapes[0].capacity_tokens + shapes[2].capacity_tokens == 0) shapes[2].capacity_tokens = 1;
   for (int part = 0; part < SCENE_PARTS; part++) {
     shapes[part].key_dim = shapes[1].key_dim;
     shapes[part].value_dim = shapes[1].value_dim;
