@@ -1,6 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* nybble._calls: the one call that decode loops make again and again, in C from the arrays on. It
- * stands in the shared object of nybble._nybble, beside cffi's module.
+/* nybble._calls: the two calls that decode loops make again and again, in C from the arrays on.
+ * They stand in the shared object of nybble._nybble, beside cffi's module.
  *
  * What it cannot read at a glance it leaves alone: the caller then takes the way through Python,
  * which knows every kind of array and has the sentences of what is wrong. */
@@ -12,7 +12,8 @@
 /* ---- Arrays -----------------------------------------------------------------------------------
  */
 
-/* Rows in host memory: [batch, heads, rows, dim], strides in elements, the last axis contiguous. */
+/* Rows where the call wants them: [batch, heads, rows, dim], strides in elements, the last axis
+ * contiguous. */
 typedef struct rows {
   void *data;
   nyb_dtype dtype;
@@ -30,7 +31,8 @@ typedef struct exchange {
   int (*current_stream)(int32_t device_type, int32_t device_id, void **stream);
 } exchange;
 
-enum { DLPACK_CPU = 1, DLPACK_FLOAT = 2, DLPACK_BFLOAT = 4 };
+enum { DLPACK_CPU = 1, DLPACK_CUDA = 2, DLPACK_FLOAT = 2, DLPACK_BFLOAT = 4 };
+enum { HOST = -1 }; /* else the number of a CUDA device */
 
 /* The last type that has them, and the last that has not: what to ask of a type costs more than the
  * rest of the call. The GIL guards them; the types are kept. */
@@ -70,14 +72,19 @@ static nyb_dtype dlpack_dtype(const struct nybpy_dlpack *tensor) {
   return (nyb_dtype)0;
 }
 
-static bool read_exchanged(const exchange *functions, PyObject *array, rows *found) {
+static bool is_on(const struct nybpy_dlpack *tensor, long device) {
+  if (device == HOST) return tensor->device_type == DLPACK_CPU;
+  return tensor->device_type == DLPACK_CUDA && tensor->device_id == device;
+}
+
+static bool read_exchanged(const exchange *functions, PyObject *array, long device, rows *found) {
   struct nybpy_dlpack tensor;
   if (functions->tensor_from_object(array, &tensor) != 0) {
     PyErr_Clear();
     return false;
   }
   found->dtype = dlpack_dtype(&tensor);
-  if (tensor.device_type != DLPACK_CPU || tensor.rank != 4 || tensor.strides == NULL) return false;
+  if (!is_on(&tensor, device) || tensor.rank != 4 || tensor.strides == NULL) return false;
   found->data = (char *)tensor.data + tensor.byte_offset;
   memcpy(found->shape, tensor.shape, sizeof found->shape);
   memcpy(found->stride, tensor.strides, sizeof found->stride);
@@ -122,74 +129,155 @@ static bool read_interface(PyObject *array, bool written, rows *found) {
   return good;
 }
 
-static bool read_rows(PyObject *array, bool written, rows *found) {
+static bool read_rows(PyObject *array, long device, bool written, rows *found) {
   const exchange *const functions = exchange_of(array);
-  if (functions != NULL) return read_exchanged(functions, array, found);
-  return read_interface(array, written, found);
+  if (functions != NULL) return read_exchanged(functions, array, device, found);
+  return device == HOST && read_interface(array, written, found);
 }
 
-/* ---- The call ---------------------------------------------------------------------------------
- */
+/* nyb_input and nyb_output differ by a const only. */
+static void set_view(void *view, const rows *from) {
+  nybpy_set_view(view, (uintptr_t)from->data, from->dtype, from->stride[0], from->stride[1],
+                 from->stride[2]);
+}
+
+static bool has_shape(const rows *array, int64_t batch, int64_t heads, int64_t tokens,
+                      int64_t dim) {
+  return array->shape[0] == batch && array->shape[1] == heads && array->shape[2] == tokens &&
+         array->shape[3] == dim;
+}
 
 /* A pointer from cffi, as a number. */
 static void *pointer_of(PyObject *number) { return PyLong_AsVoidPtr(number); }
 
-static bool fits(const rows *query, const rows *out, const nyb_attention *call) {
-  return query->shape[0] == call->batch && query->shape[3] == call->key_dim &&
-         out->shape[0] == call->batch && out->shape[1] == query->shape[1] &&
-         out->shape[2] == query->shape[2] && out->shape[3] == call->value_dim;
+/* ---- Attention --------------------------------------------------------------------------------
+ */
+
+/* On a GPU: memory from `allocate`, which may go as soon as the call is queued on its stream. */
+static int attend_on_device(const struct nybpy_cache *cache, const nyb_attention *call,
+                            PyObject *allocate, nyb_stream stream) {
+  nyb_plan plan = NYB_PLAN_INIT;
+  int status = (int)nyb_attention_plan(cache->owner->context, call, &plan);
+  if (status != NYB_OK) return status;
+  PyObject *memory = NULL;
+  void *workspace = NULL;
+  if (plan.workspace_bytes > 0) {
+    PyObject *const bytes = PyLong_FromSize_t(plan.workspace_bytes);
+    memory = bytes != NULL ? PyObject_CallFunctionObjArgs(allocate, bytes, NULL) : NULL;
+    Py_XDECREF(bytes);
+    PyObject *const address = memory != NULL ? PyTuple_GetItem(memory, 1) : NULL;
+    if (address != NULL) workspace = pointer_of(address);
+  }
+  if (PyErr_Occurred() == NULL) {
+    status = (int)nyb_attention_run(cache->owner->context, call, workspace, plan.workspace_bytes,
+                                    stream);
+  }
+  Py_XDECREF(memory);
+  return status;
 }
 
-enum { CACHE, WORKSPACE, QUERY, OUT, SCALE, MASK, PATH, ROUNDING, ARGUMENTS };
+static int attend_on_host(const struct nybpy_cache *cache, const nyb_attention *call,
+                          struct nybpy_workspace *workspace) {
+  PyThreadState *const state = PyEval_SaveThread();
+  const int status = nybpy_attend(cache->owner->context, call, workspace);
+  PyEval_RestoreThread(state);
+  return status;
+}
+
+enum { CACHE, DEVICE, MEMORY, STREAM, QUERY, OUT, SCALE, MASK, PATH, ROUNDING, ATTEND_ARGUMENTS };
 
 PyDoc_STRVAR(attend_words,
-             "attend(cache, workspace, query, out, scale, mask, path, rounding)\n\n"
-             "Attends over a cache of the CPU: pointers as numbers, enums as the header has them, "
-             "scale or None. Returns the status, or None where it did nothing: it cannot read the "
-             "arrays, or they do not fit.");
+             "attend(cache, device, memory, stream, query, out, scale, mask, path, rounding)\n\n"
+             "Attends over a cache: pointers as numbers, enums as the header has them, scale or "
+             "None. memory: on the CPU (device -1) the thread's workspace; on a GPU a function of "
+             "a size that returns (what must live, its address). Returns the status, or None where "
+             "it did nothing: it cannot read the arrays, or they do not fit.");
 
 static PyObject *attend(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
   (void)module;
-  if (count != ARGUMENTS) {
-    PyErr_SetString(PyExc_TypeError, "attend takes 8 arguments");
+  if (count != ATTEND_ARGUMENTS) {
+    PyErr_SetString(PyExc_TypeError, "attend takes 10 arguments");
     return NULL;
   }
+  const long device = PyLong_AsLong(arguments[DEVICE]);
   rows query, out;
-  if (!read_rows(arguments[QUERY], false, &query) || !read_rows(arguments[OUT], true, &out)) {
+  if (!read_rows(arguments[QUERY], device, false, &query) ||
+      !read_rows(arguments[OUT], device, true, &out)) {
     Py_RETURN_NONE;
   }
   const struct nybpy_cache *const cache = pointer_of(arguments[CACHE]);
-  struct nybpy_workspace *const workspace = pointer_of(arguments[WORKSPACE]);
-  const double scale = arguments[SCALE] == Py_None ? 0.0 : PyFloat_AsDouble(arguments[SCALE]);
-  const long mask = PyLong_AsLong(arguments[MASK]);
-  const long path = PyLong_AsLong(arguments[PATH]);
-  const long rounding = PyLong_AsLong(arguments[ROUNDING]);
-  if (PyErr_Occurred() != NULL) return NULL;
   nyb_attention call = NYB_ATTENTION_INIT;
   int status = (int)nyb_cache_view(cache->cache, &call);
-  if (status == NYB_OK) {
-    if (!fits(&query, &out, &call)) Py_RETURN_NONE;
-    call.query_heads = query.shape[1];
-    call.query_len = query.shape[2];
-    call.q.data = query.data;
-    call.q.dtype = query.dtype;
-    memcpy(call.q.stride, query.stride, sizeof call.q.stride);
-    call.out.data = out.data;
-    call.out.dtype = out.dtype;
-    memcpy(call.out.stride, out.stride, sizeof call.out.stride);
-    call.scale = arguments[SCALE] == Py_None ? nybpy_usual_scale(call.key_dim) : (float)scale;
-    call.mask = (nyb_mask)mask;
-    call.path = (nyb_path)path;
-    call.rounding = (nyb_rounding)rounding;
-    PyThreadState *const state = PyEval_SaveThread();
-    status = nybpy_attend(cache->owner->context, &call, workspace);
-    PyEval_RestoreThread(state);
+  if (status != NYB_OK) return PyLong_FromLong(status);
+  if (!has_shape(&query, call.batch, query.shape[1], query.shape[2], call.key_dim) ||
+      !has_shape(&out, call.batch, query.shape[1], query.shape[2], call.value_dim)) {
+    Py_RETURN_NONE;
   }
+  call.query_heads = query.shape[1];
+  call.query_len = query.shape[2];
+  set_view(&call.q, &query);
+  set_view(&call.out, &out);
+  call.scale = arguments[SCALE] == Py_None ? nybpy_usual_scale(call.key_dim)
+                                           : (float)PyFloat_AsDouble(arguments[SCALE]);
+  call.mask = (nyb_mask)PyLong_AsLong(arguments[MASK]);
+  call.path = (nyb_path)PyLong_AsLong(arguments[PATH]);
+  call.rounding = (nyb_rounding)PyLong_AsLong(arguments[ROUNDING]);
+  void *const stream = pointer_of(arguments[STREAM]);
+  void *const workspace = device == HOST ? pointer_of(arguments[MEMORY]) : NULL;
+  if (PyErr_Occurred() != NULL) return NULL;
+  status = device == HOST ? attend_on_host(cache, &call, workspace)
+                          : attend_on_device(cache, &call, arguments[MEMORY], stream);
+  return PyErr_Occurred() != NULL ? NULL : PyLong_FromLong(status);
+}
+
+/* ---- Append -----------------------------------------------------------------------------------
+ */
+
+enum { TO_CACHE, ON_DEVICE, ON_STREAM, KEY, VALUE, APPEND_ARGUMENTS };
+
+PyDoc_STRVAR(append_words,
+             "append(cache, device, stream, key, value)\n\n"
+             "Appends to a cache. Returns the status, or None where it did nothing, as attend.");
+
+static PyObject *append(PyObject *module, PyObject *const *arguments, Py_ssize_t count) {
+  (void)module;
+  if (count != APPEND_ARGUMENTS) {
+    PyErr_SetString(PyExc_TypeError, "append takes 5 arguments");
+    return NULL;
+  }
+  const long device = PyLong_AsLong(arguments[ON_DEVICE]);
+  rows key, value;
+  if (!read_rows(arguments[KEY], device, false, &key) ||
+      !read_rows(arguments[VALUE], device, false, &value)) {
+    Py_RETURN_NONE;
+  }
+  const struct nybpy_cache *const cache = pointer_of(arguments[TO_CACHE]);
+  void *const stream = pointer_of(arguments[ON_STREAM]);
+  if (PyErr_Occurred() != NULL) return NULL;
+  nyb_attention view = NYB_ATTENTION_INIT;
+  int status = (int)nyb_cache_view(cache->cache, &view);
+  if (status != NYB_OK) return PyLong_FromLong(status);
+  nyb_append call = NYB_APPEND_INIT;
+  call.tokens = key.shape[2];
+  if (!has_shape(&key, view.batch, view.kv_heads, call.tokens, view.key_dim) ||
+      !has_shape(&value, view.batch, view.kv_heads, call.tokens, view.value_dim)) {
+    Py_RETURN_NONE;
+  }
+  set_view(&call.key, &key);
+  set_view(&call.value, &value);
+  /* A cache on a GPU that grows calls PyTorch's allocator, which takes the GIL itself. */
+  PyThreadState *const state = PyEval_SaveThread();
+  status = (int)nyb_cache_append(cache->cache, &call, stream);
+  PyEval_RestoreThread(state);
   return PyLong_FromLong(status);
 }
 
+/* ---- The module -------------------------------------------------------------------------------
+ */
+
 static PyMethodDef methods[] = {
     {"attend", (PyCFunction)(void (*)(void))attend, METH_FASTCALL, attend_words},
+    {"append", (PyCFunction)(void (*)(void))append, METH_FASTCALL, append_words},
     {NULL, NULL, 0, NULL},
 };
 

@@ -17,7 +17,7 @@ from ._errors import NybbleError, check, refuse
 from ._formats import Quantized, plain_stored
 from ._geglu import PATHS
 from ._nybble import ffi, lib
-from ._place import common_device, context_on, device_name, on, workspace_on
+from ._place import DeviceMemory, common_device, context_on, device_name, is_current, on, stream_on
 
 _MASKS = {
     "none": lib.NYB_MASK_NONE,
@@ -25,6 +25,7 @@ _MASKS = {
     "causal_top_left": lib.NYB_MASK_CAUSAL_TOP_LEFT,
 }
 _ROUNDINGS = {"exact": lib.NYB_ROUNDING_EXACT, "mlx": lib.NYB_ROUNDING_MLX}
+_ELSEWHERE = -2  # no array is there: the way through Python sets the current device
 _ATTENTION_BYTES = ffi.sizeof("nyb_attention")
 _EMPTY = ffi.new("nyb_attention *", {"struct_size": _ATTENTION_BYTES})
 _INT32 = ffi.typeof("int32_t[]")
@@ -241,9 +242,17 @@ def attention(
     )
     if isinstance(key, Cache) and out is not None and not has_options:
         # What decode loops ask for again and again is one call in C, arrays and all.
-        if key._address and value is None and lengths is None and context in (None, key.context):
-            workspace = key.context._scratch.address
-            arrays = key._address, workspace, query, out
+        if value is None and lengths is None and context in (None, key.context):
+            device = key.device
+            memory: Any = key._memory
+            stream = 0
+            if device == _arrays.HOST:
+                memory = key.context._scratch.address
+            elif is_current(device):
+                stream = stream_on(device)
+            else:
+                device = _ELSEWHERE
+            arrays = key._address, device, memory, stream, query, out
             status = attend(*arrays, scale, mask_id, path_id, rounding_id)
             if status == 0:
                 return out
@@ -321,10 +330,8 @@ def _attend_on(device: int, context: Context, call: Any) -> None:
     with on(device) as place:
         check(lib.nyb_attention_plan(context._c, call, context._scratch.plan))
         size = context._scratch.plan.workspace_bytes
-        workspace, pointer = None, ffi.NULL
-        if size:
-            workspace = workspace_on(device, size)
-            pointer = ffi.cast("void *", workspace.data_ptr())
+        _workspace, address = DeviceMemory(device)(size) if size else (None, 0)
+        pointer = ffi.cast("void *", address)
         check(lib.nyb_attention_run(context._c, call, pointer, size, place.stream))
 
 

@@ -10,11 +10,20 @@ from typing import Any, NamedTuple
 
 from . import _arrays
 from ._arrays import Array
+from ._calls import append
 from ._context import Context
 from ._errors import check, refuse
 from ._formats import Format, Quantized, affine
 from ._nybble import ffi, lib
-from ._place import common_device, context_on, device_name, device_number, on
+from ._place import (
+    DeviceMemory,
+    common_device,
+    context_on,
+    device_name,
+    device_number,
+    on,
+    stream_on,
+)
 from ._quantize import flag_pointer, rule_id
 
 # ---- Caches in functions that torch.compile compiles: nybble.torch fills these in -----------------
@@ -120,10 +129,9 @@ class Cache:
         check(lib.nybpy_cache_create(self.context._owner, options, made))
         self._owner: Any = ffi.gc(made[0], lib.nybpy_cache_destroy)
         self._c: Any = self._owner.cache
-        #: For the call in C, which computes on the CPU alone: 0 takes the way through Python.
-        self._address = 0
-        if self.device == _arrays.HOST:
-            self._address = int(ffi.cast("uintptr_t", self._owner))
+        # For the calls in C.
+        self._address = int(ffi.cast("uintptr_t", self._owner))
+        self._memory = None if self.device == _arrays.HOST else DeviceMemory(self.device)
         self._view = ffi.new("nyb_attention *")
         self._view.struct_size = ffi.sizeof("nyb_attention")
         self._handle = next(_handles)
@@ -160,6 +168,12 @@ class Cache:
                 raise NotImplementedError("padding and non_finite are not compiled")
             _compiled_append(self, key, value)
             return
+        if padding is None and non_finite is None:
+            status = append(self._address, self.device, stream_on(self.device), key, value)
+            if status == 0:
+                return
+            if status is not None:
+                check(status)
         self._check_device(("key", key), ("value", value))
         call = ffi.new("nyb_append *")
         call.struct_size = ffi.sizeof("nyb_append")

@@ -22,4 +22,6 @@ def _load() -> Any:
     return module
 
 
-attend = _load().attend
+_module = _load()
+attend = _module.attend
+append = _module.append

@@ -56,9 +56,8 @@ class _Device:
     __slots__ = ("_guard", "stream")
 
     def __init__(self, device: int) -> None:
-        cuda = sys.modules["torch"].cuda
-        self._guard = cuda.device(device)
-        self.stream = ffi.cast("void *", cuda.current_stream(device).cuda_stream)
+        self._guard = sys.modules["torch"].cuda.device(device)
+        self.stream = ffi.cast("void *", stream_on(device))
 
     def __enter__(self) -> _Device:
         self._guard.__enter__()
@@ -74,6 +73,18 @@ _HOST = _Host()
 def on(device: int) -> Any:
     """A context manager with a `stream`, for calls of the library on that device."""
     return _HOST if device == HOST else _Device(device)
+
+
+def stream_on(device: int) -> int:
+    """PyTorch's current stream there, as a number; 0 on the CPU."""
+    if device == HOST:
+        return 0
+    return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+
+
+def is_current(device: int) -> bool:
+    """Whether calls go to that device without further ado."""
+    return device == HOST or sys.modules["torch"].cuda.current_device() == device
 
 
 def common_device(arrays: Iterable[tuple[str, Array]]) -> int:
@@ -113,7 +124,14 @@ def context_on(device: int, context: Context | None, name: str) -> Context:
     return context
 
 
-def workspace_on(device: int, size: int) -> Any:
-    """So many bytes on a CUDA device, of PyTorch's allocator and for its current stream."""
-    torch = sys.modules["torch"]
-    return torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
+class DeviceMemory:
+    """Workspaces on a CUDA device, of PyTorch's allocator and for its current stream."""
+
+    def __init__(self, device: int) -> None:
+        self._device = f"cuda:{device}"
+
+    def __call__(self, size: int) -> tuple[Any, int]:
+        """What must live until the call is queued, and its address."""
+        torch = sys.modules["torch"]
+        memory = torch.empty(size, dtype=torch.uint8, device=self._device)
+        return memory, memory.data_ptr()

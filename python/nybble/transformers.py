@@ -21,7 +21,7 @@ every token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any
 
@@ -94,9 +94,9 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     Args:
         bits, value_bits, group_size: see `NybbleCache`.
-        sliding_window: the layer keeps what rows of such a window see, and no more; None keeps all.
+        sliding_window: the layer keeps what rows of such a window see, and no more (on the CPU; on
+            CUDA it keeps all, and attention looks at the window); None keeps all.
         context: where it computes; that of the device which has the first keys where None.
-        check: is called with that context, and raises for what the layer needs and it lacks.
     """
 
     is_croppable = True
@@ -109,15 +109,13 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         group_size: int = 64,
         sliding_window: int | None = None,
         context: Context | None = None,
-        check: Callable[[Context], None] | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bits, self.group_size = bits, group_size
         self.value_bits = bits if value_bits is None else value_bits
         self.sliding_window = sliding_window
-        self.is_sliding = sliding_window is not None
+        self.is_sliding = self.rotates = sliding_window is not None
         self.context = context
-        self._check = check
         self._room = 0
         self.stored: Cache | None = None
         # Tokens of a sequence as transformers counts them, padding included.
@@ -131,8 +129,8 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.batch_size, heads, _, key_dim = key_states.shape
         context = self.context or default_context(device_of(key_states))
-        if self._check is not None:
-            self._check(context)
+        # The library's caches of other kinds, and padding that is left out, are the CPU's alone.
+        self.rotates = self.is_sliding and context.device == HOST
         self.stored = Cache(
             self.batch_size,
             heads,
@@ -141,7 +139,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             key=self._format(self.bits, key_states.dtype),
             value=self._format(self.value_bits, key_states.dtype),
             initial_capacity_tokens=self._room,
-            window_tokens=self.sliding_window or 0,
+            window_tokens=(self.sliding_window or 0) if self.rotates else 0,
             context=context,
         )
         self.is_initialized = True
@@ -158,7 +156,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         Raises:
             NybbleError: SHAPE for tokens of another batch or model; POINTER for those on another
                 device; GROUP_SIZE; UNSUPPORTED where the tokens before were not attended by
-                "nybble", or the device lacks what the layer needs.
+                "nybble".
         """
         if self._waiting is not None:
             raise refuse(
@@ -189,7 +187,8 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         )
 
     def store(self, starts: torch.Tensor | None) -> Cache:
-        """Append the tokens that wait, without the padding before `starts`; returns the cache."""
+        """Append the tokens that wait, on the CPU without the padding before `starts`; returns the
+        cache."""
         stored = self.stored
         assert stored is not None
         if self._waiting is not None:
@@ -197,7 +196,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self._waiting = None
             tokens, before = keys.shape[2], self.cumulative_length - keys.shape[2]
             padding = None
-            if starts is not None:
+            if starts is not None and stored.device == HOST:
                 padding = [min(max(int(s) - before, 0), tokens) for s in starts.tolist()]
                 self.has_padding |= any(padding)
             try:
@@ -208,7 +207,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return stored
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.sliding_window is None:
+        if self.sliding_window is None or not self.rotates:
             return self.cumulative_length + query_length, 0
         offset = max(self.cumulative_length - self.sliding_window + 1, 0)
         return self.cumulative_length + query_length - offset, offset
@@ -340,22 +339,8 @@ class NybbleCache(TransformersCache):
             for width in (key_bits[i], other_bits[i]):
                 affine(width, group_size).row_bytes(dim)  # refuses what does not fit
             window = option.get("sliding_window")
-
-            def check(
-                used: Context,
-                arguments: tuple[int, PreTrainedConfig, int, int | None] = (
-                    i,
-                    layer_config,
-                    dim,
-                    window,
-                ),
-            ) -> None:
-                _check_supported(used, *arguments)
-
-            check(context or default_context())
-            layers.append(
-                NybbleLayer(key_bits[i], other_bits[i], group_size, window, context, check)
-            )
+            _check_supported(context or default_context(), i, layer_config, dim, window)
+            layers.append(NybbleLayer(key_bits[i], other_bits[i], group_size, window, context))
         super().__init__(layers=layers)
 
     def _layers(self) -> Iterator[NybbleLayer]:
@@ -613,8 +598,10 @@ def attention_forward(
                 "a mask of [query_len, tokens] follows left padding, which this cache left out",
                 lib.NYB_ERROR_UNSUPPORTED,
             )
-        if sliding_window and not key.layer.is_sliding:
-            options["window_tokens"] = sliding_window
+        if not key.layer.rotates:
+            options["window_tokens"] = key.layer.sliding_window or sliding_window or 0
+        if stored.device != HOST:
+            options["starts"] = starts
         attention(query, stored, **options)
         return out, None
     if sliding_window and sliding_window < key.shape[2]:

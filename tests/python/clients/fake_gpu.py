@@ -108,6 +108,58 @@ class OnSecondGpu(OnGpu):
     number = 1
 
 
+class DlTensor(ctypes.Structure):
+    """DLPack's tensor."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.c_void_p),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+class Exchange(ctypes.Structure):
+    """DLPack's functions in C of an array type."""
+
+    _fields_ = [
+        ("version", ctypes.c_uint32 * 2),
+        ("previous", ctypes.c_void_p),
+        ("functions", ctypes.c_void_p * 5),
+    ]
+
+
+_alive: list[Any] = []  # what the tensors given out point to
+DL_CODES = {torch.float32: (2, 32), torch.float16: (2, 16), torch.bfloat16: (4, 16)}
+
+
+@ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.POINTER(DlTensor))
+def _exchange(array: Any, to: Any) -> int:
+    sizes = [(ctypes.c_int64 * array.dim())(*x) for x in (array.shape, array.stride())]
+    _alive.extend(sizes)
+    code, bits = DL_CODES.get(array.dtype, (0, 8))
+    shape, strides = (ctypes.addressof(x) for x in sizes)
+    to[0] = DlTensor(
+        array.data_ptr(), 2, array.number, array.dim(), code, bits, 1, shape, strides, 0
+    )
+    return 0
+
+
+_table = Exchange((1, 3), None, (None, None, None, ctypes.cast(_exchange, ctypes.c_void_p), None))
+_new_capsule = ctypes.pythonapi.PyCapsule_New
+_new_capsule.restype = ctypes.py_object
+_new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+_NAME = b"dlpack_exchange_api"  # the capsule does not copy it
+_made: Any = _new_capsule(ctypes.addressof(_table), _NAME, None)
+OnGpu.__dlpack_c_exchange_api__ = _made  # type: ignore[attr-defined]
+
+
 def on_gpu(tensor: torch.Tensor, number: int = 0) -> Any:
     return tensor.as_subclass((OnGpu, OnSecondGpu)[number])
 

@@ -76,6 +76,15 @@ names = gpu.taken()
 assert type(out) is OnGpu and names and names[0].startswith("attention"), names
 assert nybble.attention(query, cache, out=f32(2, 8, 1, 128)) is not None
 assert gpu.taken() == names
+# The way in C, and through Python: no tensor on another device than the current one takes the first.
+from unittest import mock
+with mock.patch("nybble._attention._fill_query", side_effect=AssertionError):
+    nybble.attention(query, cache, out=f32(2, 8, 1, 128))
+gpu.taken()
+torch.cuda.current_device = lambda: 1
+with mock.patch("nybble._attention.attend", wraps=nybble._attention.attend) as attend:
+    nybble.attention(query, cache, out=f32(2, 8, 1, 128))
+assert attend.call_args.args[1] == -2 and gpu.entered[-1] == 0 and gpu.taken() == names
 call = nybble.AttentionCall(query, cache, out=f32(2, 8, 1, 128))
 cache.append(f32(2, 2, 1, 128), f32(2, 2, 1, 128))
 call.run()
@@ -84,7 +93,7 @@ assert cache.trim(1) == 1 and gpu.taken() == ["trim"]
 cache.reserve(1000)
 cache.refresh()
 assert cache.lengths == [0, 0], "as the device counts: nothing ran there"
-assert nybble.default_context(0).counters().attention_fused == 3
+assert nybble.default_context(0).counters().attention_fused == 5
 """,
     )
 
@@ -121,9 +130,18 @@ refused(lambda: nybble.geglu(here, host), "gate is on cuda:0 and up on the CPU")
 cache = nybble.Cache(1, 2, 64)
 refused(lambda: cache.append(here, here), "key is on cuda:0 and the cache on the CPU")
 refused(lambda: nybble.attention(here, cache), "query is on cuda:0 and the cache on the CPU")
+refused(
+    lambda: nybble.attention(here, cache, out=f32(1, 2, 4, 64)),
+    "query is on cuda:0 and the cache on the CPU",
+)
 cache = nybble.Cache(1, 2, 64, device="cuda:1")
 refused(lambda: cache.append(here, here), "key is on cuda:0 and the cache on cuda:1")
 refused(lambda: nybble.attention(host, cache), "query is on the CPU and the cache on cuda:1")
+refused(lambda: nybble.attention(host, cache, out=here), "query is on the CPU and out on cuda:0")
+refused(
+    lambda: nybble.attention(here, cache, out=f32(1, 2, 4, 64)),
+    "query is on cuda:0 and the cache on cuda:1",
+)
 refused(
     lambda: nybble.quantize(here, context=nybble.Context(threads=1)),
     "array is on cuda:0 and the context computes on the CPU",
