@@ -8,8 +8,8 @@
 
 Models have the shapes of known ones and random weights. Prompts are not computed: caches are filled
 with random keys and values, as long as the context, so that each line takes seconds. What is timed
-are decode steps (the embedding, every layer, the logits, the argmax), one after the other, after
-some that are not.
+are decode steps (the embedding, every layer, the logits, the argmax), each until its token is
+there; the median of them, after some that are not counted.
 
     dynamic     transformers' DynamicCache in the model's dtype, with SDPA
     quanto4, hqq4, fp8    its QuantizedCache by that backend, with SDPA; the first two are packages
@@ -29,6 +29,7 @@ import argparse
 import gc
 import json
 import resource
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -119,6 +120,7 @@ USUAL = ("dynamic", "quanto4", "hqq4", "fp8", *WIDTHS, "static+graph", *(w + GRA
 GROUP_SIZE = 64
 FILL_TOKENS = 4096  # appended at once; to a window fewer, which else has room for them beside it
 WINDOW_FILL_TOKENS = 16
+WAKING_STEPS = 10
 
 
 @dataclass
@@ -158,7 +160,12 @@ def make_model(name: str, device: str, dtype: torch.dtype) -> Any:
         model = AutoModelForCausalLM.from_config(
             make_config(name), dtype=dtype, attn_implementation="sdpa"
         )
-    return model.eval()
+    model.eval()
+    # The first steps of a process load libraries and wake the clocks: none of the lines pays.
+    token = torch.ones(1, 8, dtype=torch.long, device=device)
+    for _ in range(WAKING_STEPS):
+        model(token)
+    return model
 
 
 def layer_sizes(config: PreTrainedConfig) -> Iterator[tuple[int, int, int | None]]:
@@ -316,11 +323,13 @@ def measure(line: Line, model: Any, steps: int, warmup: int) -> None:
     wait(device)
     if device != "cpu":
         torch.cuda.reset_peak_memory_stats()
-    start = time.perf_counter()
+    times = []
     for _ in range(steps):
+        start = time.perf_counter()
         step()
-    wait(device)
-    seconds = (time.perf_counter() - start) / steps
+        wait(device)
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times)
     line.step_ms, line.tokens_per_second = seconds * 1e3, line.batch / seconds
     if device != "cpu":
         line.peak_bytes = torch.cuda.max_memory_allocated()
@@ -402,7 +411,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--batches", type=lambda t: listed(t, int), default=[1, 16])
     parser.add_argument("--caches", type=lambda t: listed(t, str, caches), default=list(USUAL))
     parser.add_argument("--steps", type=int, default=16, help="decode steps that are timed")
-    parser.add_argument("--warmup", type=int, default=3, help="and before them")
+    parser.add_argument("--warmup", type=int, default=5, help="and before them")
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no line after so many")

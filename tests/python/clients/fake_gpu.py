@@ -43,7 +43,7 @@ def scenario(folder: Path, code: str) -> str:
     }
     command = [sys.executable, "-c", "from fake_gpu import *\ngpu = FakeGpu()\n" + code]
     done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, env=environment, capture_output=True, text=True, timeout=1200, check=False
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -195,6 +195,33 @@ refused(lambda: cache.layers[0].update(f32(2, 2, 1, 64), f32(2, 2, 1, 64)), "key
     )
 
 
+def test_windows_and_padding(fakes: Path) -> None:
+    """On a GPU a layer with a window keeps all tokens, and padding stays, unseen."""
+    run(
+        fakes,
+        """
+import nybble.transformers as ours
+from unittest import mock
+layer = ours.NybbleLayer(4, sliding_window=8)
+module = torch.nn.Module().eval()
+starts = on_gpu(torch.tensor([0, 3], dtype=torch.int32).view(2, 1, 1, 1))
+for tokens in (20, 1):
+    assert layer.get_mask_sizes(tokens) == (20 if tokens > 1 else 21, 0)
+    packed = layer.update(f32(2, 2, tokens, 64), f32(2, 2, tokens, 64))
+    with mock.patch("nybble.transformers.attention", wraps=nybble.attention) as attention:
+        ours.attention_forward(module, f32(2, 4, tokens, 64), *packed, starts, sliding_window=8)
+    options = attention.call_args.kwargs
+    assert options["window_tokens"] == 8
+    assert options["starts"].data_ptr() == starts.data_ptr()
+    names = gpu.taken()
+    assert names[0] == "append" and names[1].startswith("attention"), names
+assert layer.stored.lengths == [21, 21]
+layer.crop(-5)
+assert layer.get_seq_length() == 16 and layer.stored.lengths == [16, 16]
+""",
+    )
+
+
 def test_no_gpu() -> None:
     """Where there is no driver: the library's reason."""
     code = (
