@@ -110,8 +110,11 @@ assert gpu.taken()[0].startswith("attention")
 nybble.attention(query, key, key, lengths=[40, 13])  # copied to the device
 rows = nybble.quantize(key, 4)
 gpu.taken()
-nybble.attention(query, rows, rows)
+out, lse = nybble.attention(query, rows, rows, return_lse=True)
 assert gpu.taken()[0].startswith("attention")
+merged = nybble.merge([out, out], [lse, lse])
+names = gpu.taken()
+assert len(names) == 1 and type(merged[0]) is OnGpu and type(merged[1]) is OnGpu, names
 """,
     )
 
