@@ -73,8 +73,9 @@ static nyb_status fail_syntax(const header_reader *reader, const char *wanted) {
     const unsigned char byte = (unsigned char)*reader->at;
     snprintf(found, sizeof found, byte > 0x20 && byte < 0x7f ? "%c" : "byte 0x%02x", byte);
   }
-  return nyb_fail(NYB_ERROR_FILE_FORMAT, "%.160s: header byte %" PRId64 " must be %s; it is %s",
-                  reader->path, (int64_t)(reader->at - reader->begin), wanted, found);
+  return nyb_fail(NYB_ERROR_FILE_FORMAT, "%s: header byte %" PRId64 " must be %s; it is %s",
+                  nyb_shown_path(reader->path).text, (int64_t)(reader->at - reader->begin), wanted,
+                  found);
 }
 
 /* Consumes `wanted` if it stands next. */
@@ -153,14 +154,14 @@ static nyb_status read_escape(header_reader *reader, char **out) {
   }
   if (code >= 0xd800 && code <= 0xdfff) {
     return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                    "%.160s: the \\u escape at header byte %" PRId64 " is half a surrogate pair",
-                    reader->path, (int64_t)(digits - reader->begin) - 2);
+                    "%s: the \\u escape at header byte %" PRId64 " is half a surrogate pair",
+                    nyb_shown_path(reader->path).text, (int64_t)(digits - reader->begin) - 2);
   }
   if (code == 0) {
     return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                    "%.160s: the string at header byte %" PRId64
+                    "%s: the string at header byte %" PRId64
                     " holds U+0000, which names and metadata may not",
-                    reader->path, (int64_t)(digits - reader->begin) - 2);
+                    nyb_shown_path(reader->path).text, (int64_t)(digits - reader->begin) - 2);
   }
   *out = put_utf8(*out, (uint32_t)code);
   return NYB_OK;
@@ -212,9 +213,10 @@ static nyb_status read_size(header_reader *reader, const char *name, const char 
     if (end == start) return fail_syntax(reader, "the first digit of a size");
     const int shown_bytes = end - start < 32 ? (int)(end - start) : 32;
     return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                    "%.160s: tensor \"%s\": %s holds %.*s; it must be a whole number from 0 to "
+                    "%s: tensor \"%s\": %s holds %.*s; it must be a whole number from 0 to "
                     "2^63-1, in digits alone",
-                    reader->path, nyb_shown(name).text, field, shown_bytes, start);
+                    nyb_shown_path(reader->path).text, nyb_shown(name).text, field, shown_bytes,
+                    start);
   }
   reader->at += end - start;
   *size = value;
@@ -247,8 +249,8 @@ static nyb_status read_sizes(header_reader *reader, const char *name, const char
                              int64_t limit, int64_t *sizes, int64_t *count) {
   if (!take(reader, '[')) {
     return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                    "%.160s: tensor \"%s\": %s (at header byte %" PRId64 ") must be an array",
-                    reader->path, nyb_shown(name).text, field,
+                    "%s: tensor \"%s\": %s (at header byte %" PRId64 ") must be an array",
+                    nyb_shown_path(reader->path).text, nyb_shown(name).text, field,
                     (int64_t)(reader->at - reader->begin));
   }
   bool first = true, more;
@@ -258,8 +260,8 @@ static nyb_status read_sizes(header_reader *reader, const char *name, const char
     if (status != NYB_OK || !more) return status;
     if (*count == limit) {
       return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                      "%.160s: tensor \"%s\": %s has more than %" PRId64 " numbers", reader->path,
-                      nyb_shown(name).text, field, limit);
+                      "%s: tensor \"%s\": %s has more than %" PRId64 " numbers",
+                      nyb_shown_path(reader->path).text, nyb_shown(name).text, field, limit);
     }
     status = read_size(reader, name, field, &sizes[*count]);
     if (status != NYB_OK) return status;
@@ -276,15 +278,15 @@ static nyb_status make_room(const header_reader *reader, void **items, int64_t c
   if (count >=
       INT32_MAX /
           2) { /* out of reach below NYB_SAFETENSORS_MAX_HEADER_BYTES; indices are int32_t */
-    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%.160s: the header lists more than %" PRId64 " items",
-                    reader->path, count);
+    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%s: the header lists more than %" PRId64 " items",
+                    nyb_shown_path(reader->path).text, count);
   }
   const int64_t larger = *capacity == 0 ? 32 : *capacity * 2;
   const size_t bytes = (size_t)larger * item_bytes;
   void *made = nyb_allocate(reader->file->context, bytes, NYB_SAFETENSORS_ALIGNMENT);
   if (made == NULL) {
-    return nyb_fail(NYB_ERROR_OUT_OF_MEMORY,
-                    "%.160s: the allocator had no %zu bytes for its header", reader->path, bytes);
+    return nyb_fail(NYB_ERROR_OUT_OF_MEMORY, "%s: the allocator had no %zu bytes for its header",
+                    nyb_shown_path(reader->path).text, bytes);
   }
   if (*items != NULL) {
     memcpy(made, *items, (size_t)count * item_bytes);
@@ -302,33 +304,33 @@ static nyb_status check_tensor(const header_reader *reader, nyb_safetensors_tens
   const int64_t element_bytes = nyb_safetensors_dtype_bytes(&tensor->dtype);
   if (element_bytes == 0) {
     return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                    "%.160s: tensor \"%s\": dtype is \"%s\", which is none that nybble knows",
-                    reader->path, name.text, nyb_shown(word).text);
+                    "%s: tensor \"%s\": dtype is \"%s\", which is none that nybble knows",
+                    nyb_shown_path(reader->path).text, name.text, nyb_shown(word).text);
   }
   if (offsets[0] > offsets[1]) {
     return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                    "%.160s: tensor \"%s\": data_offsets begin at %" PRId64
+                    "%s: tensor \"%s\": data_offsets begin at %" PRId64
                     ", after their end at %" PRId64,
-                    reader->path, name.text, offsets[0], offsets[1]);
+                    nyb_shown_path(reader->path).text, name.text, offsets[0], offsets[1]);
   }
   tensor->data_bytes = offsets[1] - offsets[0];
   int64_t bytes;
   if (!nyb_safetensors_tensor_bytes(tensor->rank, tensor->shape, element_bytes, &bytes)) {
-    return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                    "%.160s: tensor \"%s\": the bytes of its shape leave int64", reader->path,
-                    name.text);
+    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%s: tensor \"%s\": the bytes of its shape leave int64",
+                    nyb_shown_path(reader->path).text, name.text);
   }
   if (bytes != tensor->data_bytes) {
     return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                    "%.160s: tensor \"%s\": data_offsets give %" PRId64
+                    "%s: tensor \"%s\": data_offsets give %" PRId64
                     " bytes, but its shape in %s takes %" PRId64,
-                    reader->path, name.text, tensor->data_bytes, tensor->dtype, bytes);
+                    nyb_shown_path(reader->path).text, name.text, tensor->data_bytes, tensor->dtype,
+                    bytes);
   }
   if (offsets[1] > reader->data_bytes) {
     return nyb_fail(NYB_ERROR_FILE_TRUNCATED,
-                    "%.160s: tensor \"%s\" ends at byte %" PRId64
+                    "%s: tensor \"%s\" ends at byte %" PRId64
                     " of the data, of which the file holds %" PRId64,
-                    reader->path, name.text, offsets[1], reader->data_bytes);
+                    nyb_shown_path(reader->path).text, name.text, offsets[1], reader->data_bytes);
   }
   tensor->data = reader->data + offsets[0];
   return NYB_OK;
@@ -341,14 +343,14 @@ static nyb_status read_field(header_reader *reader, nyb_safetensors_tensor *tens
   unsigned field = 0;
   while (field < 3 && strcmp(key, fields[field]) != 0) field++;
   if (field == 3) {
-    return nyb_fail(
-        NYB_ERROR_FILE_FORMAT,
-        "%.160s: tensor \"%s\" has a key \"%s\"; there are dtype, shape and data_offsets",
-        reader->path, nyb_shown(tensor->name).text, nyb_shown(key).text);
+    return nyb_fail(NYB_ERROR_FILE_FORMAT,
+                    "%s: tensor \"%s\" has a key \"%s\"; there are dtype, shape and data_offsets",
+                    nyb_shown_path(reader->path).text, nyb_shown(tensor->name).text,
+                    nyb_shown(key).text);
   }
   if ((*seen & 1u << field) != 0) {
-    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%.160s: tensor \"%s\" has two keys \"%s\"",
-                    reader->path, nyb_shown(tensor->name).text, key);
+    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%s: tensor \"%s\" has two keys \"%s\"",
+                    nyb_shown_path(reader->path).text, nyb_shown(tensor->name).text, key);
   }
   *seen |= 1u << field;
   if (field == 0) return read_string(reader, &tensor->dtype);
@@ -360,8 +362,8 @@ static nyb_status read_field(header_reader *reader, nyb_safetensors_tensor *tens
   const nyb_status status = read_sizes(reader, tensor->name, key, 2, offsets, &count);
   if (status == NYB_OK && count != 2) {
     return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                    "%.160s: tensor \"%s\": data_offsets holds %" PRId64 " numbers; it must be 2",
-                    reader->path, nyb_shown(tensor->name).text, count);
+                    "%s: tensor \"%s\": data_offsets holds %" PRId64 " numbers; it must be 2",
+                    nyb_shown_path(reader->path).text, nyb_shown(tensor->name).text, count);
   }
   return status;
 }
@@ -371,8 +373,9 @@ static nyb_status read_tensor(header_reader *reader, const char *name) {
   nyb_safetensors_tensor tensor = {.name = name};
   if (!take(reader, '{')) {
     return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                    "%.160s: tensor \"%s\" (at header byte %" PRId64 ") must be an object",
-                    reader->path, nyb_shown(name).text, (int64_t)(reader->at - reader->begin));
+                    "%s: tensor \"%s\" (at header byte %" PRId64 ") must be an object",
+                    nyb_shown_path(reader->path).text, nyb_shown(name).text,
+                    (int64_t)(reader->at - reader->begin));
   }
   int64_t offsets[2] = {0, 0};
   unsigned seen = 0;
@@ -383,8 +386,8 @@ static nyb_status read_tensor(header_reader *reader, const char *name) {
     if (status != NYB_OK) return status;
   }
   if (seen != 7) {
-    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%.160s: tensor \"%s\" has no %s", reader->path,
-                    nyb_shown(name).text,
+    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%s: tensor \"%s\" has no %s",
+                    nyb_shown_path(reader->path).text, nyb_shown(name).text,
                     !(seen & 1)   ? "dtype"
                     : !(seen & 2) ? "shape"
                                   : "data_offsets");
@@ -401,8 +404,8 @@ static nyb_status read_tensor(header_reader *reader, const char *name) {
 static nyb_status read_metadata(header_reader *reader, bool *seen) {
   nyb_safetensors *file = reader->file;
   if (*seen) {
-    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%.160s: the header has two keys \"%s\"", reader->path,
-                    NYB_SAFETENSORS_METADATA);
+    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%s: the header has two keys \"%s\"",
+                    nyb_shown_path(reader->path).text, NYB_SAFETENSORS_METADATA);
   }
   *seen = true;
   if (!take(reader, '{')) return fail_syntax(reader, "the { that opens __metadata__");
@@ -413,8 +416,8 @@ static nyb_status read_metadata(header_reader *reader, bool *seen) {
     if (status != NYB_OK || !more) return status;
     skip_space(reader);
     if (reader->at == reader->end || *reader->at != '"') {
-      return nyb_fail(NYB_ERROR_FILE_FORMAT, "%.160s: metadata \"%s\" must be a string",
-                      reader->path, nyb_shown(item.key).text);
+      return nyb_fail(NYB_ERROR_FILE_FORMAT, "%s: metadata \"%s\" must be a string",
+                      nyb_shown_path(reader->path).text, nyb_shown(item.key).text);
     }
     status = read_string(reader, &item.value);
     if (status != NYB_OK) return status;
@@ -453,23 +456,24 @@ static nyb_status check_places(const header_reader *reader, const int32_t *by_pl
     if (begin < covered) {
       const nyb_safetensors_tensor *before = &file->tensors[by_place[i - 1]];
       return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                      "%.160s: tensor \"%s\" begins at byte %" PRId64
+                      "%s: tensor \"%s\" begins at byte %" PRId64
                       " of the data, inside tensor \"%s\", which ends at %" PRId64,
-                      reader->path, nyb_shown(tensor->name).text, begin,
+                      nyb_shown_path(reader->path).text, nyb_shown(tensor->name).text, begin,
                       nyb_shown(before->name).text, covered);
     }
     if (begin > covered) {
       return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                      "%.160s: bytes %" PRId64 " to %" PRId64
+                      "%s: bytes %" PRId64 " to %" PRId64
                       " of the data, before tensor \"%s\", belong to no tensor",
-                      reader->path, covered, begin, nyb_shown(tensor->name).text);
+                      nyb_shown_path(reader->path).text, covered, begin,
+                      nyb_shown(tensor->name).text);
     }
     covered += tensor->data_bytes;
   }
   if (covered < reader->data_bytes) {
     return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                    "%.160s: the last %" PRId64 " bytes of the file belong to no tensor",
-                    reader->path, reader->data_bytes - covered);
+                    "%s: the last %" PRId64 " bytes of the file belong to no tensor",
+                    nyb_shown_path(reader->path).text, reader->data_bytes - covered);
   }
   return NYB_OK;
 }
@@ -480,23 +484,23 @@ static nyb_status check_as_a_whole(const header_reader *reader) {
   const size_t bytes = (size_t)(file->tensor_count + file->metadata_count + 1) * sizeof(int32_t);
   file->by_name = nyb_allocate(file->context, bytes, NYB_SAFETENSORS_ALIGNMENT);
   if (file->by_name == NULL) {
-    return nyb_fail(NYB_ERROR_OUT_OF_MEMORY, "%.160s: the allocator had no %zu bytes for its index",
-                    reader->path, bytes);
+    return nyb_fail(NYB_ERROR_OUT_OF_MEMORY, "%s: the allocator had no %zu bytes for its index",
+                    nyb_shown_path(reader->path).text, bytes);
   }
   file->by_key = file->by_name + file->tensor_count;
   nyb_sort_indices(file->by_key, file->metadata_count, nyb_compare_metadata_keys, file->metadata);
   int64_t twice = nyb_find_equal_neighbours(file->by_key, file->metadata_count,
                                             nyb_compare_metadata_keys, file->metadata);
   if (twice >= 0) {
-    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%.160s: metadata \"%s\" is there twice", reader->path,
-                    nyb_shown(file->metadata[twice].key).text);
+    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%s: metadata \"%s\" is there twice",
+                    nyb_shown_path(reader->path).text, nyb_shown(file->metadata[twice].key).text);
   }
   nyb_sort_indices(file->by_name, file->tensor_count, nyb_compare_tensor_names, file->tensors);
   twice = nyb_find_equal_neighbours(file->by_name, file->tensor_count, nyb_compare_tensor_names,
                                     file->tensors);
   if (twice >= 0) {
-    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%.160s: tensor \"%s\" is there twice", reader->path,
-                    nyb_shown(file->tensors[twice].name).text);
+    return nyb_fail(NYB_ERROR_FILE_FORMAT, "%s: tensor \"%s\" is there twice",
+                    nyb_shown_path(reader->path).text, nyb_shown(file->tensors[twice].name).text);
   }
   nyb_sort_indices(file->by_name, file->tensor_count, compare_tensor_places, file->tensors);
   const nyb_status status = check_places(reader, file->by_name);
@@ -510,8 +514,8 @@ static nyb_status read_contents(nyb_safetensors *file, const char *path, int des
   file->contents = nyb_allocate(file->context, (size_t)file->file_bytes, NYB_SAFETENSORS_ALIGNMENT);
   if (file->contents == NULL) {
     return nyb_fail(NYB_ERROR_OUT_OF_MEMORY,
-                    "%.160s: the allocator had no %" PRId64 " bytes to read the file into", path,
-                    file->file_bytes);
+                    "%s: the allocator had no %" PRId64 " bytes to read the file into",
+                    nyb_shown_path(path).text, file->file_bytes);
   }
   for (size_t done = 0; done < (size_t)file->file_bytes;) {
     const size_t left = (size_t)file->file_bytes - done;
@@ -521,8 +525,8 @@ static nyb_status read_contents(nyb_safetensors *file, const char *path, int des
     if (count < 0) return nyb_fail_io(path, "cannot be read");
     if (count == 0) {
       return nyb_fail(NYB_ERROR_FILE_TRUNCATED,
-                      "%.160s ended at byte %zu of %" PRId64 " while it was read", path, done,
-                      file->file_bytes);
+                      "%s ended at byte %zu of %" PRId64 " while it was read",
+                      nyb_shown_path(path).text, done, file->file_bytes);
     }
     done += (size_t)count;
   }
@@ -545,16 +549,16 @@ static nyb_status check_kind(nyb_safetensors *file, const char *path, int descri
   struct stat info;
   if (fstat(descriptor, &info) != 0) return nyb_fail_io(path, "cannot be looked at");
   if (!S_ISREG(info.st_mode)) {
-    return nyb_fail(NYB_ERROR_IO, "%.160s is %s; it must be a regular file", path,
+    return nyb_fail(NYB_ERROR_IO, "%s is %s; it must be a regular file", nyb_shown_path(path).text,
                     S_ISDIR(info.st_mode) ? "a directory" : "a device, pipe or socket");
   }
   file->file_bytes = (int64_t)info.st_size;
   if (file->file_bytes < NYB_SAFETENSORS_LENGTH_BYTES) {
     return nyb_fail(NYB_ERROR_FILE_TRUNCATED,
-                    "%.160s has %" PRId64
+                    "%s has %" PRId64
                     " bytes; a safetensors file begins with 8 for the length "
                     "of its header",
-                    path, file->file_bytes);
+                    nyb_shown_path(path).text, file->file_bytes);
   }
   return NYB_OK;
 }
@@ -576,21 +580,21 @@ static nyb_status parse(nyb_safetensors *file, const char *path) {
   }
   if (header_bytes > NYB_SAFETENSORS_MAX_HEADER_BYTES || header_bytes < 2) {
     return nyb_fail(NYB_ERROR_FILE_FORMAT,
-                    "%.160s is no safetensors file: its first 8 bytes give a header of %" PRIu64
+                    "%s is no safetensors file: its first 8 bytes give a header of %" PRIu64
                     " bytes, which must be 2 to %d",
-                    path, header_bytes, NYB_SAFETENSORS_MAX_HEADER_BYTES);
+                    nyb_shown_path(path).text, header_bytes, NYB_SAFETENSORS_MAX_HEADER_BYTES);
   }
   const int64_t after_length = file->file_bytes - NYB_SAFETENSORS_LENGTH_BYTES;
   if ((int64_t)header_bytes > after_length) {
     return nyb_fail(NYB_ERROR_FILE_TRUNCATED,
-                    "%.160s: the header is %" PRIu64 " bytes, of which the file holds %" PRId64,
-                    path, header_bytes, after_length);
+                    "%s: the header is %" PRIu64 " bytes, of which the file holds %" PRId64,
+                    nyb_shown_path(path).text, header_bytes, after_length);
   }
   file->header = nyb_allocate(file->context, header_bytes, NYB_SAFETENSORS_ALIGNMENT);
   if (file->header == NULL) {
     return nyb_fail(NYB_ERROR_OUT_OF_MEMORY,
-                    "%.160s: the allocator had no %" PRIu64 " bytes for its header", path,
-                    header_bytes);
+                    "%s: the allocator had no %" PRIu64 " bytes for its header",
+                    nyb_shown_path(path).text, header_bytes);
   }
   memcpy(file->header, file->contents + NYB_SAFETENSORS_LENGTH_BYTES, header_bytes);
   header_reader reader = {

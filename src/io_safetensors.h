@@ -22,6 +22,12 @@ typedef struct nyb_shown_text {
 } nyb_shown_text;
 nyb_shown_text nyb_shown(const char *text);
 
+/* A path for a sentence: of one too long for that its end, which says more than its beginning. */
+typedef struct nyb_shown_path_text {
+  char text[168];
+} nyb_shown_path_text;
+nyb_shown_path_text nyb_shown_path(const char *path);
+
 /* NYB_ERROR_IO with the path, what could not be done, and errno's words. */
 nyb_status nyb_fail_io(const char *path, const char *what);
 

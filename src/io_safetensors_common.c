@@ -91,6 +91,20 @@ nyb_shown_text nyb_shown(const char *text) {
   return result;
 }
 
+nyb_shown_path_text nyb_shown_path(const char *path) {
+  nyb_shown_path_text result = {""};
+  const size_t bytes = strlen(path), room = sizeof result.text - 1;
+  if (bytes <= room) {
+    memcpy(result.text, path, bytes);
+    return result;
+  }
+  const char *tail = path + bytes - (room - 3);
+  while (((unsigned char)*tail & 0xc0) == 0x80) tail++; /* the rest of a character cut in two */
+  memcpy(result.text, "...", 3);
+  memcpy(result.text + 3, tail, (size_t)(path + bytes - tail));
+  return result;
+}
+
 int64_t nyb_safetensors_dtype_bytes(const char **word) {
   for (size_t i = 0; i < sizeof dtypes / sizeof dtypes[0]; i++) {
     if (strcmp(*word, dtypes[i].word) == 0) {
@@ -164,5 +178,5 @@ int64_t nyb_find_equal_neighbours(const int32_t *order, int64_t count, nyb_compa
 nyb_status nyb_fail_io(const char *path, const char *what) {
   char words[96];
   if (strerror_r(errno, words, sizeof words) != 0) memcpy(words, "an unknown error", 17);
-  return nyb_fail(NYB_ERROR_IO, "%.160s %s: %s", path, what, words);
+  return nyb_fail(NYB_ERROR_IO, "%s %s: %s", nyb_shown_path(path).text, what, words);
 }

@@ -1,5 +1,7 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-#if !defined(_WIN32)
+#if defined(__linux__)
+#define _GNU_SOURCE /* O_TMPFILE */
+#elif !defined(_WIN32)
 #define _POSIX_C_SOURCE 200809L
 #endif
 
@@ -306,63 +308,141 @@ static bool write_pieces(gathering *out, const written_file *file, int64_t tenso
   return true;
 }
 
-/* Everything into a descriptor, down to the device; closes it in any case. */
-static nyb_status write_and_close(int descriptor, const written_file *file, const char *header,
-                                  int64_t header_bytes, char *buffer) {
-  gathering out = {.descriptor = descriptor, .buffer = buffer};
-  bool written = write_all(descriptor, header, header_bytes);
-  for (int64_t i = 0; written && i < file->tensor_count; i++) {
-    written = file->pieces != NULL
-                  ? write_pieces(&out, file, i)
-                  : write_all(descriptor, file->tensors[i].data, file->tensors[i].data_bytes);
+/* A file being written, beside the one that it will become. */
+typedef struct new_file {
+  const char *path;
+  size_t folder_bytes;         /* of path that name its folder */
+  char *temporary;             /* [folder_bytes + NAME_ROOM] */
+  const struct stat *replaced; /* NULL: there is none */
+  int descriptor;
+  bool named; /* it has the name in `temporary` */
+} new_file;
+enum { NAME_ROOM = 64 };
+
+/* Tries names for it until one is free; they do not depend on the target's, which may already be as
+ * long as a name can be. */
+static bool try_names(new_file *file, bool (*take_name)(new_file *file)) {
+  static _Atomic unsigned counter;
+  memcpy(file->temporary, file->path, file->folder_bytes);
+  for (int attempt = 0; attempt < 100; attempt++) { /* others may write beside us */
+    snprintf(file->temporary + file->folder_bytes, NAME_ROOM, ".nybble-%ld-%u.tmp", (long)getpid(),
+             atomic_fetch_add_explicit(&counter, 1, memory_order_relaxed));
+    file->named = take_name(file);
+    if (file->named || errno != EEXIST) break;
   }
-  written = written && write_gathered(&out);
-  nyb_status status = NYB_OK;
-  if (!written || fsync(descriptor) != 0) status = nyb_fail_io(file->path, "cannot be written");
-  if (close(descriptor) != 0 && status == NYB_OK)
+  return file->named;
+}
+
+/* Nobody else may look into what replaces a file before it has that file's rights. */
+static mode_t first_mode(const new_file *file) { return file->replaced == NULL ? 0666 : 0600; }
+
+static bool open_named(new_file *file) {
+  file->descriptor =
+      open(file->temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, first_mode(file));
+  return file->descriptor >= 0;
+}
+
+#if defined(O_TMPFILE)
+typedef struct link_text {
+  char text[64];
+} link_text;
+
+static link_text link_of(const new_file *file) {
+  link_text link;
+  snprintf(link.text, sizeof link.text, "/proc/self/fd/%d", file->descriptor);
+  return link;
+}
+
+/* Without a name until all of it is written: a process that is killed meanwhile leaves nothing.
+ * False where the system or the file system has no such files. */
+static bool open_unnamed(new_file *file) {
+  char *const folder = file->temporary;
+  memcpy(folder, file->path, file->folder_bytes);
+  folder[file->folder_bytes] = '\0';
+  file->descriptor = open(file->folder_bytes == 0 ? "." : folder, O_TMPFILE | O_WRONLY | O_CLOEXEC,
+                          first_mode(file));
+  if (file->descriptor < 0) return false;
+  if (access(link_of(file).text, F_OK) == 0) return true;
+  close(file->descriptor);
+  return false;
+}
+
+static bool link_name(new_file *file) {
+  return linkat(AT_FDCWD, link_of(file).text, AT_FDCWD, file->temporary, AT_SYMLINK_FOLLOW) == 0;
+}
+#else
+static bool open_unnamed(new_file *file) {
+  (void)file;
+  return false;
+}
+static bool link_name(new_file *file) {
+  (void)file;
+  return false;
+}
+#endif
+
+/* Those of the file that it replaces. Where the group cannot be kept, another gets no rights. */
+static bool set_rights(const new_file *file) {
+  if (file->replaced == NULL) return true;
+  mode_t mode = file->replaced->st_mode & 0777;
+  if (fchown(file->descriptor, (uid_t)-1, file->replaced->st_gid) != 0) mode &= ~(mode_t)070;
+  return fchmod(file->descriptor, mode) == 0;
+}
+
+/* Everything, down to the device. */
+static nyb_status write_all_of(const new_file *file, const written_file *what, const char *header,
+                               int64_t header_bytes, char *buffer) {
+  gathering out = {.descriptor = file->descriptor, .buffer = buffer};
+  bool written = write_all(file->descriptor, header, header_bytes);
+  for (int64_t i = 0; written && i < what->tensor_count; i++) {
+    written = what->pieces != NULL
+                  ? write_pieces(&out, what, i)
+                  : write_all(file->descriptor, what->tensors[i].data, what->tensors[i].data_bytes);
+  }
+  written = written && write_gathered(&out) && fsync(file->descriptor) == 0;
+  return written ? NYB_OK : nyb_fail_io(file->path, "cannot be written");
+}
+
+static nyb_status write_and_rename(new_file *file, const written_file *what, const char *header,
+                                   int64_t header_bytes, char *buffer) {
+  nyb_status status = write_all_of(file, what, header, header_bytes, buffer);
+  if (status == NYB_OK && !set_rights(file)) {
+    status = nyb_fail_io(file->path, "cannot be given the rights of the file that it replaces");
+  }
+  if (status == NYB_OK && !file->named && !try_names(file, link_name)) {
+    status = nyb_fail_io(file->path, "cannot be given a temporary name beside it");
+  }
+  if (close(file->descriptor) != 0 && status == NYB_OK) {
     status = nyb_fail_io(file->path, "cannot be closed");
+  }
+  if (status == NYB_OK && rename(file->temporary, file->path) != 0) {
+    status = nyb_fail_io(file->path, "cannot be replaced by the file written beside it");
+  }
+  if (status != NYB_OK && file->named) unlink(file->temporary);
   return status;
 }
 
-/* A new file in the folder of `path`, whose name is put into temporary. The name does not depend on
- * that of the target, which may already be as long as a name can be. */
-static int create_beside(const char *path, char *temporary, size_t folder_bytes, size_t room) {
-  static _Atomic unsigned counter;
-  memcpy(temporary, path, folder_bytes);
-  int descriptor = -1;
-  for (int attempt = 0; attempt < 100; attempt++) { /* others may write beside us */
-    snprintf(temporary + folder_bytes, room, ".nybble-%ld-%u.tmp", (long)getpid(),
-             atomic_fetch_add_explicit(&counter, 1, memory_order_relaxed));
-    descriptor = open(temporary, O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
-    if (descriptor >= 0 || errno != EEXIST) break;
-  }
-  return descriptor;
-}
-
-static nyb_status write_beside_and_rename(nyb_context *context, const written_file *file,
-                                          const char *header, int64_t header_bytes) {
-  const char *const slash = strrchr(file->path, '/');
-  const size_t folder_bytes = slash == NULL ? 0 : (size_t)(slash - file->path) + 1;
-  const size_t room = 64;
-  const size_t bytes = folder_bytes + room + (file->pieces != NULL ? (size_t)GATHER_BYTES : 0);
-  char *temporary = nyb_allocate(context, bytes, NYB_SAFETENSORS_ALIGNMENT);
-  if (temporary == NULL) {
+static nyb_status write_beside_and_rename(nyb_context *context, const written_file *what,
+                                          const struct stat *replaced, const char *header,
+                                          int64_t header_bytes) {
+  const char *const slash = strrchr(what->path, '/');
+  new_file file = {.path = what->path,
+                   .folder_bytes = slash == NULL ? 0 : (size_t)(slash - what->path) + 1,
+                   .replaced = replaced};
+  const size_t name_bytes = file.folder_bytes + NAME_ROOM;
+  const size_t bytes = name_bytes + (what->pieces != NULL ? (size_t)GATHER_BYTES : 0);
+  file.temporary = nyb_allocate(context, bytes, NYB_SAFETENSORS_ALIGNMENT);
+  if (file.temporary == NULL) {
     return nyb_fail(NYB_ERROR_OUT_OF_MEMORY, "the allocator had no %zu bytes to write a file",
                     bytes);
   }
   nyb_status status;
-  const int descriptor = create_beside(file->path, temporary, folder_bytes, room);
-  if (descriptor < 0) {
-    status = nyb_fail_io(file->path, "cannot be given a temporary file beside it");
+  if (open_unnamed(&file) || try_names(&file, open_named)) {
+    status = write_and_rename(&file, what, header, header_bytes, file.temporary + name_bytes);
   } else {
-    status =
-        write_and_close(descriptor, file, header, header_bytes, temporary + folder_bytes + room);
-    if (status == NYB_OK && rename(temporary, file->path) != 0) {
-      status = nyb_fail_io(file->path, "cannot be replaced by the file written beside it");
-    }
-    if (status != NYB_OK) unlink(temporary);
+    status = nyb_fail_io(file.path, "cannot be given a temporary file beside it");
   }
-  nyb_release(context, temporary);
+  nyb_release(context, file.temporary);
   return status;
 }
 
@@ -370,15 +450,17 @@ static nyb_status write_file(nyb_context *context, const written_file *file) {
   nyb_status status = check_written(context, file);
   if (status != NYB_OK) return status;
   struct stat info; /* renaming onto /dev/null would replace the device */
-  if (stat(file->path, &info) == 0 && !S_ISREG(info.st_mode)) {
-    return nyb_fail(NYB_ERROR_IO, "%.160s is %s; only a regular file can be replaced", file->path,
+  const bool replaces = stat(file->path, &info) == 0;
+  if (replaces && !S_ISREG(info.st_mode)) {
+    return nyb_fail(NYB_ERROR_IO, "%s is %s; only a regular file can be replaced",
+                    nyb_shown_path(file->path).text,
                     S_ISDIR(info.st_mode) ? "a directory" : "a device, pipe or socket");
   }
   char *header = NULL;
   int64_t header_bytes = 0;
   status = make_header(context, file, &header, &header_bytes);
   if (status != NYB_OK) return status;
-  status = write_beside_and_rename(context, file, header, header_bytes);
+  status = write_beside_and_rename(context, file, replaces ? &info : NULL, header, header_bytes);
   nyb_release(context, header);
   return status;
 }

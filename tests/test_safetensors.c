@@ -1,7 +1,11 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* safetensors files: what is written reads back, and every way a file can be wrong is refused with
  * its own sentence. Built twice: over mmap, and over plain reading (NYB_NO_MMAP). */
+#if defined(__linux__)
+#define _GNU_SOURCE /* O_TMPFILE */
+#else
 #define _POSIX_C_SOURCE 200809L
+#endif
 
 #include <dirent.h>
 #include <errno.h>
@@ -16,6 +20,7 @@
 #include <string.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/wait.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -621,6 +626,76 @@ static void test_a_link_is_replaced(void **state) {
   assert_true(S_ISREG(info.st_mode));
 }
 
+static void test_a_replaced_file_keeps_its_rights(void **state) {
+  (void)state;
+  const char *path = in_folder("rights.safetensors");
+  const mode_t modes[] = {0600, 0640, 0444, 0755};
+  struct stat info;
+  assert_int_equal(nyb_safetensors_write(context, path, all_dtypes, 1, NULL, 0), NYB_OK);
+  assert_int_equal(stat(path, &info), 0);
+  const mode_t mask = umask(0);
+  umask(mask);
+  assert_int_equal(info.st_mode & 0777, 0666 & ~mask);
+  for (size_t i = 0; i < sizeof modes / sizeof modes[0]; i++) {
+    assert_int_equal(chmod(path, modes[i]), 0);
+    assert_int_equal(nyb_safetensors_write(context, path, all_dtypes, 1, NULL, 0), NYB_OK);
+    assert_int_equal(stat(path, &info), 0);
+    assert_int_equal(info.st_mode & 0777, modes[i]);
+  }
+}
+
+/* On Linux a file has no name until it is whole, where the file system can do that. */
+#if defined(O_TMPFILE)
+static void test_a_killed_write_leaves_nothing(void **state) {
+  (void)state;
+  const int probe = open(folder, O_TMPFILE | O_WRONLY, 0600);
+  if (probe < 0) {
+    print_message("skipped: this file system has no files without names\n");
+    skip();
+  }
+  close(probe);
+  const char *path = in_folder("killed.safetensors");
+  const int files = files_in_folder();
+  char *large = calloc(1, 1 << 20);
+  const nyb_safetensors_tensor tensor = {"a", "U8", 1, {1 << 20}, large, 1 << 20};
+  const pid_t child = fork();
+  if (child == 0) { /* the system ends it amid the data */
+    const struct rlimit no_core = {0, 0}, limit = {1 << 19, 1 << 19};
+    signal(SIGXFSZ, SIG_DFL);
+    setrlimit(RLIMIT_CORE, &no_core);
+    setrlimit(RLIMIT_FSIZE, &limit);
+    nyb_safetensors_write(context, path, &tensor, 1, NULL, 0);
+    _exit(0);
+  }
+  int status = 0;
+  assert_int_equal(waitpid(child, &status, 0), child);
+  assert_true(WIFSIGNALED(status) && WTERMSIG(status) == SIGXFSZ);
+  assert_int_equal(files_in_folder(), files);
+  free(large);
+}
+#else
+static void test_a_killed_write_leaves_nothing(void **state) {
+  (void)state;
+  skip();
+}
+#endif
+
+static void test_long_paths_show_their_end(void **state) {
+  (void)state;
+  char name[500];
+  for (size_t length = 150; length < 200; length++) { /* two bytes each: cut at either of them */
+    memset(name, 'x', length);
+    for (size_t i = 0; i + 2 <= length / 2; i += 2) memcpy(name + i, "\xc3\xa9", 2);
+    strcpy(name + length, "/the-end.safetensors");
+    nyb_safetensors *file = NULL;
+    assert_int_equal(nyb_safetensors_open(context, name, &file), NYB_ERROR_IO);
+    assert_non_null(strstr(nyb_last_error(), "/the-end.safetensors cannot be opened: "));
+    const char *at = nyb_last_error();
+    if (memcmp(at, "...", 3) == 0) at += 3;
+    assert_true(((unsigned char)*at & 0xc0) != 0x80);
+  }
+}
+
 /* ---- Misuse --------------------------------------------------------------------------------- */
 
 static void test_writes_that_make_no_file(void **state) {
@@ -723,6 +798,9 @@ int main(void) {
       cmocka_unit_test(test_paths_that_cannot_be_read),
       cmocka_unit_test(test_writes_that_the_system_refuses),
       cmocka_unit_test(test_a_link_is_replaced),
+      cmocka_unit_test(test_a_replaced_file_keeps_its_rights),
+      cmocka_unit_test(test_a_killed_write_leaves_nothing),
+      cmocka_unit_test(test_long_paths_show_their_end),
       cmocka_unit_test(test_writes_that_make_no_file),
       cmocka_unit_test(test_misuse_of_readers),
   };
