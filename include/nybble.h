@@ -59,8 +59,13 @@
 #endif
 
 #ifdef __cplusplus
-#define NYB_INIT(type) \
-  { sizeof(type) }
+template <typename type>
+inline type nyb_init() {
+  type zeros = type();
+  zeros.struct_size = sizeof(type);
+  return zeros;
+}
+#define NYB_INIT(type) nyb_init<type>()
 extern "C" {
 #else
 #define NYB_INIT(type) \

@@ -44,6 +44,22 @@ export PKG_CONFIG_PATH
 
 LD_LIBRARY_PATH=$prefix/$libdir
 export LD_LIBRARY_PATH
+# The C compiler's own family, by the name that it has for C++.
+case $(basename "$compiler") in
+  *clang*) cxx=clang++ ;;
+  *) cxx=g++ ;;
+esac
+if command -v "$cxx" > /dev/null; then
+  for standard in c++11 c++17 c++20; do
+    # shellcheck disable=SC2046
+    "$cxx" "-std=$standard" -Wall -Wextra -pedantic -Wconversion -Werror \
+      "$source/tests/install/header.cpp" -o "$work/header_cpp" $(pkg-config --cflags --libs nybble)
+    "$work/header_cpp"
+    echo "header.cpp: compiles and runs as $standard"
+  done
+else
+  echo "header.cpp: not compiled: no $cxx"
+fi
 expected=
 for program in "$work/consumer/attend_nybble" "$work/consumer/attend_nybble_static" \
   "$work/attend_pc_shared" "$work/attend_pc_static"; do
