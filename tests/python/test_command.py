@@ -183,15 +183,32 @@ FAILURES = [
     (["replay", "/nonexistent"], "/nonexistent"),
     (["replay", str(ROOT)], str(ROOT)),
     (["replay", str(TRACE), "--group-size", "128"], "128"),
-    (["replay", str(TRACE), "--steps", "129"], "128 tokens behind the prompt"),
-    (["replay", str(TRACE), "--prompt-tokens", "1088"], "at least one step"),
-    (["bench", "attention", "--shape", "1,8,8,96,64", "--bits", "4"], "96"),
     (["bench", "attention", "--shape", "1024,8,8,128,1000000"], "of memory"),
     (["bench", "attention", "--shapes", "/nonexistent"], "/nonexistent"),
     (["bench", "attention", "--shapes", "/"], "/: Is a directory"),
     (["bench", "attention", "--shapes", "/dev/null"], "/dev/null: no shape stands in it"),
     (["quantize", "/nonexistent", "/tmp/none", "--all"], "/nonexistent"),
 ]
+
+
+LATE_MISUSES = [
+    (["replay", str(TRACE), "--steps", "129"], "128 tokens behind the prompt"),
+    (["replay", str(TRACE), "--prompt-tokens", "1088"], "at least one step"),
+    (["bench", "attention", "--shape", "1,8,8,96,64", "--bits", "4"], "96"),
+    (["bench", "quantize", "--shape", "8,96", "--bits", "4"], "96"),
+    (["bench", "features", "--shape", "1,8,8,64,100"], "N is 100"),
+    (["bench", "geglu", "--shape", "4000000000000,4000000000000"], "too large"),
+]
+
+
+@pytest.mark.parametrize("arguments, sentence", LATE_MISUSES)
+def test_misuse_found_late(arguments: list[str], sentence: str) -> None:
+    """What only the trace, or the library, can say of the arguments."""
+    run = nybble(*arguments)
+    assert run.returncode == 2
+    assert run.stdout == ""
+    assert sentence in run.stderr
+    assert len(run.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("arguments, sentence", FAILURES)
@@ -857,7 +874,7 @@ def test_quantize_failure_leaves_the_output(
     output = tmp_path / "out"
     output.write_text("precious")
     run = nybble("quantize", source, output, *options)
-    assert run.returncode == 1
+    assert run.returncode == (1 if sentence in ("bad: ", "block.scales") else 2)
     assert sentence in run.stderr
     assert output.read_text() == "precious"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "out"]
@@ -1024,7 +1041,7 @@ def test_cache_failure_leaves_the_output(tmp_path: Path) -> None:
         (tmp_path / "missing", ["--bits", "4"], "missing cannot be opened"),
     ):
         run = nybble("cache", "convert", file, output, *options)
-        assert run.returncode == 1, run.stderr
+        assert run.returncode == (2 if "--layers" in options else 1), run.stderr
         assert sentence in run.stderr
         assert output.read_text() == "precious"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["in", "none", "out"]

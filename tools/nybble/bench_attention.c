@@ -182,8 +182,8 @@ static int size_caches(attention_bench *bench) {
       !nyb_multiply(field[BATCH], field[QUERY_HEADS], &query_rows) ||
       !nyb_multiply(query_rows, settings->query_len, &query_rows) ||
       !nyb_multiply(query_rows, field[HEAD_DIM], &elements) || elements > INT64_MAX / 64) {
-    return nyb_command_failed("the shape %s is too large",
-                              nyb_bench_name_shape(bench->shape, NYB_BENCH_SHAPE_FIELDS).text);
+    return nyb_command_misused("the shape %s is too large",
+                               nyb_bench_name_shape(bench->shape, NYB_BENCH_SHAPE_FIELDS).text);
   }
   bench->out_elements = elements;
   status = nyb_command_check_memory(elements * 12, "the queries of this shape");

@@ -211,8 +211,8 @@ static int run_width(nyb_bench_run *run, const nyb_bench_context *on, const nyb_
   const nyb_bench_settings *settings = run->settings;
   file_bench bench = {.run = run, .on = on, .layer_count = shape->field[LAYERS], .descriptor = -1};
   if (bench.layer_count > MAX_LAYERS) {
-    return nyb_command_failed("%lld layers are more than %d", (long long)bench.layer_count,
-                              MAX_LAYERS);
+    return nyb_command_misused("%lld layers are more than %d", (long long)bench.layer_count,
+                               MAX_LAYERS);
   }
   bench.options = (nyb_cache_options)NYB_CACHE_OPTIONS_INIT;
   bench.options.batch = 1;

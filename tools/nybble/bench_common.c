@@ -108,12 +108,12 @@ static int64_t cold_bytes(void) {
 int nyb_bench_allocate_copies(const nyb_bench_run *run, int64_t bytes, nyb_bench_copies *copies) {
   const int64_t page_bytes = 4096;
   const int64_t least = run->settings->backend == NYB_BACKEND_CPU ? cold_bytes() : 1;
-  if (bytes > INT64_MAX - page_bytes) return nyb_command_failed("the shape is too large");
+  if (bytes > INT64_MAX - page_bytes) return nyb_command_misused("the shape is too large");
   const int64_t copy_bytes = (bytes + page_bytes - 1) / page_bytes * page_bytes;
   const int64_t count = (least + copy_bytes - 1) / copy_bytes;
   int64_t all_bytes;
   if (!nyb_multiply(copy_bytes, count, &all_bytes)) {
-    return nyb_command_failed("the shape is too large");
+    return nyb_command_misused("the shape is too large");
   }
   const int status = nyb_command_check_memory(all_bytes, "this shape");
   if (status != 0) return status;

@@ -415,7 +415,7 @@ static int fill_caches(features_bench *bench) {
   if (status != 0) return status;
   if (!nyb_bench_place_rows(&bench->key, heads * field[TOKENS], &end) ||
       !nyb_bench_place_rows(&bench->value, heads * field[TOKENS], &end)) {
-    return nyb_command_failed("the shape is too large");
+    return nyb_command_misused("the shape is too large");
   }
   status = nyb_bench_allocate_copies(bench->run, end, &bench->copies);
   if (status == 0) {
@@ -487,9 +487,9 @@ static int run_shapes(nyb_bench_run *run) {
     nyb_bench_shape shape = settings->shapes[s];
     if (shape.field[TOKENS] % UNIT_TOKENS != 0 ||
         shape.field[TOKENS] < FIRST_TOKENS + 2 * LAST_TOKENS) {
-      return nyb_command_failed("N is %lld; for the pages it must be a multiple of %d, from %d up",
-                                (long long)shape.field[TOKENS], UNIT_TOKENS,
-                                FIRST_TOKENS + 2 * LAST_TOKENS);
+      return nyb_command_misused("N is %lld; for the pages it must be a multiple of %d, from %d up",
+                                 (long long)shape.field[TOKENS], UNIT_TOKENS,
+                                 FIRST_TOKENS + 2 * LAST_TOKENS);
     }
     for (int64_t w = 0; w < settings->widths.count && status == 0; w++) {
       const nyb_width width = settings->widths.items[w];

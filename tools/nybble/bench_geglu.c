@@ -100,8 +100,8 @@ static int run_shape(nyb_bench_run *run, const nyb_bench_shape *shape) {
   int64_t elements;
   if (!nyb_multiply(shape->field[ROWS], shape->field[COLUMNS], &elements) ||
       elements > INT64_MAX / 64) {
-    return nyb_command_failed("the shape %s is too large",
-                              nyb_bench_name_shape(shape, FIELDS).text);
+    return nyb_command_misused("the shape %s is too large",
+                               nyb_bench_name_shape(shape, FIELDS).text);
   }
   const int64_t part_bytes = (elements * (int64_t)nyb_dtype_bytes(dtype) + 63) / 64 * 64;
   nyb_bench_copies copies;

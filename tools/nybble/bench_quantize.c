@@ -143,11 +143,11 @@ static int run_width(nyb_bench_run *run, const nyb_bench_shape *shape, int32_t b
   const int64_t rows = shape->field[ROWS], dim = shape->field[DIM];
   const nyb_format format = nyb_width_format(bits, settings->group_size, settings->dtype);
   const int64_t row_bytes = nyb_format_row_bytes(&format, dim);
-  if (row_bytes < 0) return nyb_command_failed("%s", nyb_last_error());
+  if (row_bytes < 0) return nyb_command_misused("%s", nyb_last_error());
   int64_t elements;
   if (!nyb_multiply(rows, dim, &elements) || elements > INT64_MAX / 64) {
-    return nyb_command_failed("the shape %s is too large",
-                              nyb_bench_name_shape(shape, FIELDS).text);
+    return nyb_command_misused("the shape %s is too large",
+                               nyb_bench_name_shape(shape, FIELDS).text);
   }
   const int64_t element_bytes = (int64_t)nyb_dtype_bytes(settings->dtype);
   const int64_t float_bytes = elements * element_bytes;

@@ -13,7 +13,7 @@ int nyb_bench_describe_rows(int32_t bits, const nyb_bench_settings *settings, in
                             nyb_bench_rows *rows) {
   rows->format = nyb_width_format(bits, settings->group_size, settings->dtype);
   const int64_t all_bytes = nyb_format_row_bytes(&rows->format, dim);
-  if (all_bytes < 0) return nyb_command_failed("%s", nyb_last_error());
+  if (all_bytes < 0) return nyb_command_misused("%s", nyb_last_error());
   memset(rows->row_bytes, 0, sizeof rows->row_bytes);
   if (rows->format.scheme == NYB_PLAIN) {
     rows->row_bytes[0] = all_bytes;
@@ -81,7 +81,7 @@ int nyb_bench_fill_rows(nyb_context *context, const nyb_bench_rows *rows, int64_
   nyb_bench_rows packed = *rows;
   int64_t template_bytes = 0;
   if (!nyb_bench_place_rows(&packed, template_rows, &template_bytes)) {
-    return nyb_command_failed("the shape is too large");
+    return nyb_command_misused("the shape is too large");
   }
   float *wide = nyb_command_allocate(template_rows * dim * (int64_t)sizeof *wide);
   char *template = nyb_command_allocate(template_bytes);

@@ -621,9 +621,9 @@ static int convert_layers(nyb_context *context, const settings *chosen, const sa
 static int check_ranges(const settings *chosen, const saved *from) {
   for (int i = 0; i < chosen->range_count; i++) {
     if (chosen->ranges[i].last < from->layers) continue;
-    return nyb_command_failed("--layers names layer %lld; %s has %lld",
-                              (long long)chosen->ranges[i].last, chosen->input_path,
-                              (long long)from->layers);
+    return nyb_command_misused("--layers names layer %lld; %s has %lld",
+                               (long long)chosen->ranges[i].last, chosen->input_path,
+                               (long long)from->layers);
   }
   return 0;
 }

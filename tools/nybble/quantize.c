@@ -122,10 +122,10 @@ static int choose_by_pattern(const settings *chosen, const char *pattern, plan *
     }
   }
   if (matched == 0) {
-    return nyb_command_failed("%s has no tensor \"%s\"", chosen->input_path, pattern);
+    return nyb_command_misused("%s has no tensor \"%s\"", chosen->input_path, pattern);
   }
   if (taken == 0) {
-    return nyb_command_failed("\"%s\" cannot be quantized: %s", pattern, reason);
+    return nyb_command_misused("\"%s\" cannot be quantized: %s", pattern, reason);
   }
   return 0;
 }

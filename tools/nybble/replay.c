@@ -94,14 +94,14 @@ static int cut_task(const nyb_replay_settings *settings, const nyb_trace *trace,
   };
   const int64_t left = trace->tokens - task->prompt_tokens;
   if (left < 1) {
-    return nyb_command_failed(
+    return nyb_command_misused(
         "the prompt is %lld tokens and the trace %lld; --prompt-tokens must "
         "leave at least one step",
         (long long)task->prompt_tokens, (long long)trace->tokens);
   }
   if (settings->steps > left) {
-    return nyb_command_failed("--steps is %lld; the trace has %lld tokens behind the prompt",
-                              (long long)settings->steps, (long long)left);
+    return nyb_command_misused("--steps is %lld; the trace has %lld tokens behind the prompt",
+                               (long long)settings->steps, (long long)left);
   }
   task->steps = settings->steps != 0 ? settings->steps : left;
   task->compared_steps =

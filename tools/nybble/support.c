@@ -12,16 +12,28 @@
 
 #include "progress.h"
 
-int nyb_command_failed(const char *format, ...) {
+static void print_error(const char *format, va_list arguments) {
   char text[4096];
-  va_list arguments;
-  va_start(arguments, format);
   vsnprintf(text, sizeof text, format, arguments);
-  va_end(arguments);
   nyb_make_printable(text);
   nyb_progress_clear();
   fprintf(stderr, "nybble: error: %s\n", text);
+}
+
+int nyb_command_failed(const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  print_error(format, arguments);
+  va_end(arguments);
   return NYB_EXIT_FAILED;
+}
+
+int nyb_command_misused(const char *format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  print_error(format, arguments);
+  va_end(arguments);
+  return NYB_EXIT_USAGE;
 }
 
 void nyb_make_printable(char *text) {

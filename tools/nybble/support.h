@@ -15,6 +15,9 @@
 /* Ends the progress line, prints "nybble: error: ..." to stderr and returns NYB_EXIT_FAILED. */
 int nyb_command_failed(const char *format, ...) __attribute__((format(printf, 1, 2)));
 
+/* The same for what the arguments ask for in vain; returns NYB_EXIT_USAGE. */
+int nyb_command_misused(const char *format, ...) __attribute__((format(printf, 1, 2)));
+
 /* Makes control characters '?': a file's names must not drive the terminal. Done by what prints
  * errors, tables and progress; others who print a file's words call it first. */
 void nyb_make_printable(char *text);
