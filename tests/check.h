@@ -56,6 +56,8 @@ typedef struct check_options {
   bool features;         /* of attention, only what a call may ask for beside a rectangle */
   const char *format;    /* NULL: every one, and mixed; else the kernel table's name of one */
   const check_library *library;
+  const char *until;       /* the run may end with the first failure that holds these words; NULL:
+                              it goes on to the end */
   check_progress progress; /* may be NULL */
   void *progress_data;
 } check_options;
@@ -68,6 +70,7 @@ typedef struct check_run {
   int64_t passed, failed, skipped;                              /* in all, once the run is over */
   char failures[CHECK_KEPT_FAILURES][CHECK_FAILURE_CHARACTERS]; /* the first of each kind */
   int64_t failures_kept;
+  bool ended; /* what options.until asks for was met: no further kernel is found */
 } check_run;
 
 /* Runs them all, on the CPU or, by check_staged (check_stage.h), on a GPU. NULL where memory ran

@@ -211,6 +211,7 @@ static void check_scene(check_run *run, const attention_shape *shape) {
   attention_scene scene;
   scene_expected expected;
   char what[256];
+  if (run->ended) return;
   if (run->options.backend == NYB_BACKEND_CUDA) {
     check_scene_on_gpu(run, shape);
     return;
@@ -810,7 +811,7 @@ static void check_accuracy(check_run *run, int format) {
     choose_format(format, 128, 4, &shape.key_format);
     choose_format(format, 128, 4, &shape.value_format);
     if (run->options.quick && i % 3 != format % 3) continue;
-    if (!scene_make(&scene, &shape)) return;
+    if (run->ended || !scene_make(&scene, &shape)) return;
     for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
       check_scene_accuracy(run, &scene, isa);
     }
@@ -1034,7 +1035,7 @@ static void same_beside_unseen(invariant *v, bool finite) {
 
 void check_invariants(check_run *run, nyb_isa isa, const attention_shape *shape) {
   invariant v = {.run = run, .isa = isa, .good = true};
-  if (!scene_make(&v.scene, shape)) return;
+  if (run->ended || !scene_make(&v.scene, shape)) return;
   if (!find_kernels(run, &v.scene, isa, NYB_PATH_FUSED, &v.set)) {
     scene_free(&v.scene);
     return;

@@ -339,7 +339,7 @@ static void check_case(check_run *run, check_tally *tally, const merge_case *c,
                        check_random *random) {
   merge_scene scene;
   merge_expected expected;
-  if (!make_scene(&scene, c, random)) return;
+  if (run->ended || !make_scene(&scene, c, random)) return;
   if (expect(&scene, &expected)) {
     run_scene(run, tally, &scene, &expected);
     free_expected(&expected);

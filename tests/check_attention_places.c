@@ -189,6 +189,7 @@ static void check_placed(check_run *run, int kind, check_random *random) {
       places_random_shape(kinds[kind], places_random_most_tokens(random), random);
   attention_scene scene;
   placed_scene placed = {0};
+  if (run->ended) return;
   use_asked_format(run, random, &shape);
   places_add_features(random, &shape);
   settle_placed_for_gpu(run, &shape);
@@ -242,6 +243,7 @@ static void check_parts(check_run *run, check_random *random) {
   attention_shape shapes[SCENE_PARTS];
   attention_scene whole = {0};
   parts_scene parts;
+  if (run->ended) return;
   places_random_parts(random, shapes);
   use_asked_format(run, random, &shapes[1]);
   for (int part = 0; part < SCENE_PARTS; part++) shapes[part].value_dim = shapes[1].value_dim;

@@ -323,7 +323,7 @@ static void quantize_class(check_run *run, const nyb_format *format, nyb_dtype i
                            nyb_rule rule, element_class class, const int64_t shape[3], int64_t dim,
                            int64_t gap, check_random *random) {
   layout l;
-  if (!make_layout(&l, format, input_dtype, shape, dim, gap)) return;
+  if (run->ended || !make_layout(&l, format, input_dtype, shape, dim, gap)) return;
   for (int64_t row = 0; row < l.rows; row++) {
     for (int64_t i = 0; i < dim; i++) {
       oracle_store(l.floats.data, input_dtype, row * l.float_stride + i,

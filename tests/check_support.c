@@ -61,13 +61,17 @@ static bool operation_asked(const check_run *run, const char *operation) {
          (strcmp(asked, "append") == 0 && strcmp(operation, "cache_append") == 0);
 }
 
-bool check_wants_format(const check_run *run, const char *format) {
+static bool matches_format(const check_run *run, const char *format) {
   return run->options.format == NULL || strcmp(run->options.format, format) == 0;
+}
+
+bool check_wants_format(const check_run *run, const char *format) {
+  return !run->ended && matches_format(run, format);
 }
 
 /* The softmax and attention's path serve every format, GeGLU's path the plain ones. */
 static bool format_asked(const check_run *run, const nyb_kernel *kernel) {
-  if (check_wants_format(run, kernel->format)) return true;
+  if (matches_format(run, kernel->format)) return true;
   if (strcmp(kernel->operation, "geglu_compat") == 0) {
     return strncmp(run->options.format, "plain", strlen("plain")) == 0;
   }
@@ -144,6 +148,7 @@ static bool is_checked(const check_tally *tally) {
 }
 
 check_tally *check_find(check_run *run, const char *operation, const char *format, nyb_isa isa) {
+  if (run->ended) return NULL;
   for (int64_t i = 0; i < run->tally_count; i++) {
     check_tally *tally = &run->tallies[i];
     if (tally->kernel.isa == isa && strcmp(tally->kernel.operation, operation) == 0 &&
@@ -155,6 +160,7 @@ check_tally *check_find(check_run *run, const char *operation, const char *forma
 }
 
 check_tally *check_find_name(check_run *run, const char *name) {
+  if (run->ended) return NULL;
   for (int64_t i = 0; i < run->tally_count; i++) {
     check_tally *tally = &run->tallies[i];
     if (strcmp(tally->kernel.name, name) == 0) {
@@ -184,6 +190,8 @@ static void note_failure(check_run *run, check_tally *tally, const char *format,
   const int used = snprintf(text, CHECK_FAILURE_CHARACTERS, "%s: ", tally->kernel.name);
   vsnprintf(text + used, CHECK_FAILURE_CHARACTERS - (size_t)used, format, arguments);
   if (kept_of_kind(run, text) < CHECK_KEPT_OF_A_KIND) run->failures_kept++;
+  const char *until = run->options.until;
+  run->ended = run->ended || (until != NULL && strstr(text, until) != NULL);
 }
 
 void check_fail(check_run *run, check_tally *tally, const char *format, ...) {

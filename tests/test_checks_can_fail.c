@@ -14,22 +14,29 @@
 #include "check.h"
 #include "oracle.h"
 
-static check_run *run_with(const check_library *library, const char *operation,
-                           const char *format) {
+static check_run *run_until(const check_library *library, const char *operation, const char *format,
+                            const char *words) {
   const check_options options = {.quick = true,
                                  .isa = NYB_ISA_SCALAR,
                                  .operation = operation,
                                  .format = format,
-                                 .library = library};
+                                 .library = library,
+                                 .until = words};
   check_run *run = check_all(&options);
   assert_non_null(run);
   return run;
 }
 
-/* Some check fails, and what it says contains `words`. */
+static check_run *run_with(const check_library *library, const char *operation,
+                           const char *format) {
+  return run_until(library, operation, format, NULL);
+}
+
+/* Some check fails, and what it says contains `words`. The run goes on no longer than that: this
+ * program asks for dozens of them. */
 static void assert_caught(const check_library *library, const char *operation, const char *format,
                           const char *words) {
-  check_run *run = run_with(library, operation, format);
+  check_run *run = run_until(library, operation, format, words);
   bool said = false;
   for (int64_t i = 0; i < run->failures_kept; i++) {
     said = said || strstr(run->failures[i], words) != NULL;
