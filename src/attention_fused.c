@@ -243,6 +243,7 @@ typedef struct unit {
   int64_t visible;            /* ... or from here on */
   int64_t all_begin, all_end; /* every row sees the tokens from all_begin up to all_end */
   const part_run *prepared;   /* for whose keys the worker's queries are prepared, or NULL */
+  bool leave_out;             /* add the values of what the mask's array shows alone */
 } unit;
 
 static unit unit_at(const fused_run *run, int64_t index) {
@@ -532,6 +533,43 @@ static void add_spans(const fused_run *run, const unit *u, const part_run *part,
   }
 }
 
+/* The tile of values as one row sees it: what the mask's array hides from it is zeros. */
+static nyb_tile_tokens shown_values(const fused_run *run, const unit *u, const part_run *part,
+                                    const token_tile *tile, int64_t row,
+                                    const worker_memory *memory) {
+  const nyb_attention *a = run->call->attention;
+  const nyb_row_layout *layout = &part->v.layout;
+  const nyb_tile_tokens v = nyb_gather_tile(a, u->batch, u->kv_head, &part->v, tile->first,
+                                            tile->tokens, memory->gathered);
+  char *codes = memory->gathered;
+  char *scales = layout->affine ? codes + (v.scales - v.codes) : NULL;
+  char *biases = layout->affine ? codes + (v.biases - v.codes) : NULL;
+  for (int64_t t = 0; t < tile->tokens; t++) {
+    if (!nyb_mask_hides(&a->mask_array, memory->facts[row].mask, tile->first + t)) continue;
+    if (layout->affine) {
+      memset(scales + t * v.scales_stride_bytes, 0, (size_t)v.scales_stride_bytes);
+      memset(biases + t * v.biases_stride_bytes, 0, (size_t)v.biases_stride_bytes);
+    } else {
+      memset(codes + t * v.codes_stride_bytes, 0, (size_t)v.codes_stride_bytes);
+    }
+  }
+  return v;
+}
+
+/* add_spans() row by row, each over the values that are shown to it. */
+static void add_shown(const fused_run *run, const unit *u, const part_run *part,
+                      const token_tile *tile, const row_state *state, const worker_memory *memory) {
+  for (int64_t row = 0; row < u->rows; row++) {
+    const row_spans *spans = &memory->spans[row];
+    if (spans->rest.end == 0) continue;
+    const nyb_tile_tokens v = shown_values(run, u, part, tile, row, memory);
+    if (spans->kept.end > 0) {
+      add_span(run, part, v, spans->kept, row, 1, (nyb_ahead){0}, state, memory);
+    }
+    add_span(run, part, v, spans->rest, row, 1, (nyb_ahead){0}, state, memory);
+  }
+}
+
 static void scale_row(float *values, int64_t count, float factor) {
   for (int64_t d = 0; d < count; d++) values[d] *= factor;
 }
@@ -574,6 +612,10 @@ static void attend_tile(const fused_run *run, const unit *u, const part_run *par
         scale_row(state->values + row * padded, padded, memory->rescale[row]);
       }
     }
+  }
+  if (u->leave_out) {
+    add_shown(run, u, part, tile, state, memory);
+    return;
   }
   const nyb_tile_tokens v = whole_tile(run, u, &part->v, tile, &tile->v, memory);
   nyb_ahead ahead = {0};
@@ -669,9 +711,8 @@ static void attend_pieces(const fused_run *run, unit *u, int64_t begin, int64_t 
   }
 }
 
-/* Leaves the chunk's result in memory->chunk. */
-static void attend_chunk(const fused_run *run, unit *u, int64_t chunk,
-                         const worker_memory *memory) {
+static void attend_chunk_once(const fused_run *run, unit *u, int64_t chunk,
+                              const worker_memory *memory) {
   const int64_t begin = chunk * NYB_CHUNK_TOKENS;
   const int64_t end = begin + NYB_CHUNK_TOKENS < u->visible ? begin + NYB_CHUNK_TOKENS : u->visible;
   /* A whole unit's next chunk follows; of a split one, another worker may have taken it. */
@@ -682,6 +723,31 @@ static void attend_chunk(const fused_run *run, unit *u, int64_t chunk,
     attend_tokens(run, u, &run->parts[NYB_PART_MIDDLE], begin, end, next_end, &memory->chunk,
                   memory);
   }
+}
+
+/* Whether a row whose scores are numbers has an element that is none. */
+static bool has_nan_values(const row_state *state, int64_t rows, int64_t padded_dim) {
+  for (int64_t row = 0; row < rows; row++) {
+    const float *values = state->values + row * padded_dim;
+    int64_t count = 0;
+    for (int64_t d = 0; d < padded_dim; d++) count += values[d] != values[d];
+    if (count > 0 && state->sum[row] == state->sum[row]) return true;
+  }
+  return false;
+}
+
+/* Leaves the chunk's result in memory->chunk. A value that is not finite shows through a weight of
+ * 0, as it must where the token is seen and its score is -inf; where the mask's array hides the
+ * token, it must not. That is rare, and found out afterwards. */
+static void attend_chunk(const fused_run *run, unit *u, int64_t chunk,
+                         const worker_memory *memory) {
+  const nyb_attention *a = run->call->attention;
+  attend_chunk_once(run, u, chunk, memory);
+  if (a->mask_array.kind == 0) return;
+  if (!has_nan_values(&memory->chunk, u->rows, nyb_padded_dim(a->value_dim))) return;
+  u->leave_out = true;
+  attend_chunk_once(run, u, chunk, memory);
+  u->leave_out = false;
 }
 
 /* A sink is a token more, without a value: it only adds to the sum. */

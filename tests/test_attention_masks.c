@@ -544,6 +544,103 @@ static void test_hidden_nan(void **state) {
   free_call(&c);
 }
 
+/* What an array hides shows nowhere, though the row sees its neighbours: NaN and infinity among the
+ * values of f32 rows, and among the scales and biases of packed ones. Each head hides others. */
+enum { ARRAY_HEADS = 3, ARRAY_DIM = 64, ARRAY_TOKENS = 1100 };
+
+static bool hidden_from_all(int token) { return token % 13 == 4; }
+
+static void hide_some(uint8_t mask[ARRAY_HEADS][ARRAY_TOKENS]) {
+  for (int head = 0; head < ARRAY_HEADS; head++) {
+    for (int t = 0; t < ARRAY_TOKENS; t++) {
+      mask[head][t] = (t % ARRAY_HEADS == head || t % 11 == 5) && !hidden_from_all(t);
+    }
+  }
+}
+
+static void test_values_hidden_by_an_array(void **state) {
+  (void)state;
+  static uint8_t mask[ARRAY_HEADS][ARRAY_TOKENS];
+  static float added[ARRAY_HEADS][ARRAY_TOKENS];
+  plain_call c;
+  make_call(&c, ARRAY_HEADS, 1, ARRAY_DIM, ARRAY_TOKENS);
+  hide_some(mask);
+  for (int head = 0; head < ARRAY_HEADS; head++) {
+    for (int t = 0; t < ARRAY_TOKENS; t++) added[head][t] = mask[head][t] ? 0 : -INFINITY;
+  }
+  for (int kind = 0; kind < 2; kind++) {
+    c.call.mask_array =
+        (nyb_mask_array){.data = kind == 0 ? (const void *)mask : added,
+                         .dtype = kind == 0 ? 0 : NYB_F32,
+                         .kind = kind == 0 ? NYB_MASK_ARRAY_BOOL : NYB_MASK_ARRAY_ADD,
+                         .stride = {0, ARRAY_TOKENS, 0},
+                         .tokens = ARRAY_TOKENS};
+    FOR_ALL(context, path) {
+      float want[ARRAY_HEADS * ARRAY_DIM];
+      fill_call(&c, 23);
+      run_call(&c, context, path);
+      memcpy(want, c.out, sizeof want);
+      for (int t = 0; t < ARRAY_TOKENS; t++) {
+        for (int d = 0; d < ARRAY_DIM && hidden_from_all(t); d++) {
+          c.v[t * ARRAY_DIM + d] = t % 2 == 0 ? NAN : INFINITY;
+        }
+      }
+      run_call(&c, context, path);
+      assert_memory_equal(want, c.out, sizeof want);
+      /* Seen by the first head alone, it is that head's. */
+      c.v[3 * ARRAY_DIM] = NAN;
+      run_call(&c, context, path);
+      assert_true(isnan(c.out[0]));
+      want[0] = c.out[0];
+      assert_memory_equal(want, c.out, sizeof want);
+    }
+  }
+  free_call(&c);
+}
+
+static void test_packed_values_hidden_by_an_array(void **state) {
+  (void)state;
+  static uint8_t mask[ARRAY_HEADS][ARRAY_TOKENS];
+  static float rows[ARRAY_TOKENS * ARRAY_DIM];
+  plain_call c;
+  make_call(&c, ARRAY_HEADS, 1, ARRAY_DIM, ARRAY_TOKENS);
+  hide_some(mask);
+  FOR_ALL(context, path) {
+    nyb_cache_options options = NYB_CACHE_OPTIONS_INIT;
+    options.batch = options.kv_heads = 1;
+    options.key_dim = options.value_dim = ARRAY_DIM;
+    options.key_format = options.value_format =
+        (nyb_format){.scheme = NYB_AFFINE, .bits = 4, .group_size = 64, .dtype = NYB_BF16};
+    nyb_cache *cache;
+    assert_int_equal(nyb_cache_create(context, &options, &cache), NYB_OK);
+    fill_call(&c, 29);
+    for (int i = 0; i < ARRAY_TOKENS * ARRAY_DIM; i++) rows[i] = c.v[i];
+    nyb_append append = NYB_APPEND_INIT;
+    append.tokens = ARRAY_TOKENS;
+    append.key = append.value = (nyb_input){
+        .data = rows, .dtype = NYB_F32, .stride = {0, ARRAY_TOKENS * ARRAY_DIM, ARRAY_DIM}};
+    assert_int_equal(nyb_cache_append(cache, &append, NULL), NYB_OK);
+    plain_call packed = c;
+    assert_int_equal(nyb_cache_view(cache, &packed.call), NYB_OK);
+    packed.call.mask_array = (nyb_mask_array){.data = mask,
+                                              .kind = NYB_MASK_ARRAY_BOOL,
+                                              .stride = {0, ARRAY_TOKENS, 0},
+                                              .tokens = ARRAY_TOKENS};
+    float want[ARRAY_HEADS * ARRAY_DIM];
+    run_call(&packed, context, path);
+    memcpy(want, packed.out, sizeof want);
+    uint16_t *scales = (uint16_t *)(uintptr_t)packed.call.v.scales;
+    uint16_t *biases = (uint16_t *)(uintptr_t)packed.call.v.biases;
+    for (int t = 0; t < ARRAY_TOKENS; t++) {
+      if (hidden_from_all(t)) (t % 2 == 0 ? scales : biases)[t] = t % 3 == 0 ? 0x7fc0 : 0x7f80;
+    }
+    run_call(&packed, context, path);
+    assert_memory_equal(want, packed.out, sizeof want);
+    nyb_cache_destroy(cache);
+  }
+  free_call(&c);
+}
+
 /* ---- Workspace --------------------------------------------------------------------------------
  */
 
@@ -683,6 +780,8 @@ int main(void) {
       cmocka_unit_test(test_padding_counts),
       cmocka_unit_test(test_reads_only_the_window),
       cmocka_unit_test(test_hidden_nan),
+      cmocka_unit_test(test_values_hidden_by_an_array),
+      cmocka_unit_test(test_packed_values_hidden_by_an_array),
       cmocka_unit_test(test_workspace),
       cmocka_unit_test(test_refusals),
   };
