@@ -101,7 +101,7 @@ static void note(journal *j, int64_t first, int64_t tokens) {
   }
 }
 
-/* One row of the cache, fetched whole, against the oracle's. */
+/* What has been fetched of one side of the cache, where it stands there. */
 typedef struct fetched {
   uint8_t *codes, *scales, *biases;
 } fetched;
@@ -133,22 +133,42 @@ static bool row_differs(const append_check *c, const double *elements, int64_t d
   return false;
 }
 
-/* Bytes of [batch, heads, tokens] rows with these strides, rows included. */
-static int64_t span_bytes(const int64_t stride[3], int64_t tokens, int64_t row, int64_t unit) {
-  return ((BATCH - 1) * stride[0] + (HEADS - 1) * stride[1] + (tokens - 1) * stride[2] + row) *
-         unit;
-}
-
-static bool fetch(append_check *c, const void *from, int64_t bytes, uint8_t **to) {
-  *to = malloc((size_t)bytes + 1);
-  if (*to == NULL) return fail(c, "memory", "none left");
-  if (from == NULL) return true;
-  return (device_download(*to, from, bytes, NULL) && device_synchronize(NULL)) ||
-         fail(c, "download", device_error());
-}
-
 static int64_t offset(const int64_t stride[3], int64_t b, int64_t head, int64_t token) {
   return b * stride[0] + head * stride[1] + token * stride[2];
+}
+
+/* Rows of a head of a sequence, as many as have been appended, at their places: beyond them nobody
+ * has written, and a sanitizer would say so. */
+static bool fetch(append_check *c, const journal *j, const void *from, const int64_t stride[3],
+                  int64_t row_bytes, int64_t unit, int64_t capacity, uint8_t **to) {
+  const int64_t span = (BATCH - 1) * stride[0] + (HEADS - 1) * stride[1] + capacity * stride[2];
+  *to = calloc((size_t)(span * unit) + 1, 1);
+  if (*to == NULL) return fail(c, "memory", "none left");
+  if (from == NULL) return true;
+  for (int64_t i = 0; i < BATCH * HEADS; i++) {
+    const int64_t at = offset(stride, i / HEADS, i % HEADS, 0) * unit;
+    const int64_t tokens = j->length[i / HEADS];
+    const int64_t bytes = tokens > 0 ? (tokens - 1) * stride[2] * unit + row_bytes : 0;
+    if (!device_download(*to + at, (const uint8_t *)from + at, bytes, NULL)) {
+      return fail(c, "download", device_error());
+    }
+  }
+  return device_synchronize(NULL) || fail(c, "download", device_error());
+}
+
+/* Poison for the places that nobody has written yet: growing copies them along with the others, and
+ * no row may depend on them. */
+static bool poison_rest(append_check *c, const journal *j, const void *array,
+                        const int64_t stride[3], int64_t unit, int64_t capacity) {
+  for (int64_t i = 0; i < BATCH * HEADS && array != NULL; i++) {
+    const int64_t tokens = j->length[i / HEADS];
+    uint8_t *rest =
+        (uint8_t *)(uintptr_t)array + offset(stride, i / HEADS, i % HEADS, tokens) * unit;
+    if (!device_fill(rest, 0xff, (capacity - tokens) * stride[2] * unit, NULL)) {
+      return fail(c, "poison", device_error());
+    }
+  }
+  return device_synchronize(NULL) || fail(c, "poison", device_error());
 }
 
 static bool compare_rows(append_check *c, const journal *j, const nyb_stored *stored, int part,
@@ -185,15 +205,18 @@ static bool compare_part(append_check *c, const journal *j, const nyb_stored *st
   const int64_t code_row = plain ? dim : dim * c->format.bits / 32;
   const int64_t groups = plain ? 0 : dim / c->format.group_size;
   fetched got = {0};
+  const int64_t unit = plain ? scale_bytes : 4, group_bytes = groups * scale_bytes;
   const bool good =
-      fetch(c, stored->codes,
-            span_bytes(stored->codes_stride, capacity, code_row, plain ? scale_bytes : 4),
+      fetch(c, j, stored->codes, stored->codes_stride, code_row * unit, unit, capacity,
             &got.codes) &&
-      fetch(c, stored->scales, span_bytes(stored->scales_stride, capacity, groups, scale_bytes),
+      fetch(c, j, stored->scales, stored->scales_stride, group_bytes, scale_bytes, capacity,
             &got.scales) &&
-      fetch(c, stored->biases, span_bytes(stored->biases_stride, capacity, groups, scale_bytes),
+      fetch(c, j, stored->biases, stored->biases_stride, group_bytes, scale_bytes, capacity,
             &got.biases) &&
-      compare_rows(c, j, stored, part, &got);
+      compare_rows(c, j, stored, part, &got) &&
+      poison_rest(c, j, stored->codes, stored->codes_stride, unit, capacity) &&
+      poison_rest(c, j, stored->scales, stored->scales_stride, scale_bytes, capacity) &&
+      poison_rest(c, j, stored->biases, stored->biases_stride, scale_bytes, capacity);
   free(got.codes);
   free(got.scales);
   free(got.biases);
