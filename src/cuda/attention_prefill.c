@@ -102,6 +102,17 @@ static int32_t wide(const nyb_attention *a, const nyb_stored *stored) {
   return nyb_cuda_codes_aligned(a, stored, 16) ? 16 : 4;
 }
 
+/* Whether the tokens of a KV head follow each other without gaps, codes at multiples of 16 bytes.
+ * A call without rows and strides is one for such. */
+static bool is_packed(const nyb_attention *a, const nyb_stored *stored, int64_t dim) {
+  const int64_t words = dim / 32 * stored->format.bits, groups = dim / stored->format.group_size;
+  const bool without = stored->codes == NULL && stored->codes_stride[2] == 0;
+  if (wide(a, stored) != 16) return false;
+  return without || a->capacity_tokens <= 1 || /* a single token's strides may be anything */
+         (stored->codes_stride[2] == words && stored->scales_stride[2] == groups &&
+          stored->biases_stride[2] == groups);
+}
+
 static void set_parameters(const nyb_attention *a, bool merge, nyb_cuda_spec *spec) {
   spec->program = &nyb_cuda_program_attention_prefill;
 #define NYB_SET(macro, value) \
@@ -120,6 +131,7 @@ static void set_parameters(const nyb_attention *a, bool merge, nyb_cuda_spec *sp
   NYB_SET(OUT_FLOAT, a->out.dtype);
   NYB_SET(ROUND_SCORES, a->rounding == NYB_ROUNDING_MLX);
   NYB_SET(MERGE, merge);
+  NYB_SET(PACKED, is_packed(a, &a->k, a->key_dim) && is_packed(a, &a->v, a->value_dim));
   if (merge) {
     /* Codes are merged no more, and all of their widths but 8 bits have the same order of columns:
      * one program serves them. */
@@ -134,6 +146,7 @@ static void set_parameters(const nyb_attention *a, bool merge, nyb_cuda_spec *sp
     NYB_SET(VALUE_WIDE, 4);
     NYB_SET(QUERY_FLOAT, NYB_BF16);
     NYB_SET(ROUND_SCORES, false);
+    NYB_SET(PACKED, false);
   }
 #undef NYB_SET
 }

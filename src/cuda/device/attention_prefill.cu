@@ -28,8 +28,10 @@
     !defined(VALUE_DIM) || !defined(VALUE_WIDE)
 #error "VALUE_BITS, VALUE_GROUP, VALUE_FLOAT, VALUE_DIM, VALUE_WIDE, as for keys"
 #endif
-#if !defined(QUERY_FLOAT) || !defined(OUT_FLOAT) || !defined(ROUND_SCORES) || !defined(MERGE)
+#if !defined(QUERY_FLOAT) || !defined(OUT_FLOAT) || !defined(ROUND_SCORES) || !defined(MERGE) || \
+    !defined(PACKED)
 #error "QUERY_FLOAT, OUT_FLOAT (dtypes of q and out), ROUND_SCORES (as MLX), MERGE (second launch)"
+#error "PACKED (a KV head's tokens follow each other without gaps, codes at multiples of 16 bytes)"
 #endif
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -51,37 +53,90 @@ constexpr int MULTIPLY_REGISTERS = VALUE_DIM > 192 ? 216 : 200;
 constexpr float LOG2_E = 1.4426950408889634f, LN_2 = 0.6931471805599453f;
 constexpr float WEIGHT_SHIFT = 14.0f;  // weights are 2^14 at the maximum
 
-// One of keys and values: how its tiles are made. A thread unpacks one token of a tile, all of its
-// blocks or every second one: a block a round. So neighbouring threads store to neighbouring rows,
-// whose swizzles differ: no bank is met twice.
+// Where a row's units are wide enough apart, a thread takes two neighbours at a time, which may share
+// a scale and a bias.
+constexpr bool PAIRED = KEY_BITS <= 4 && VALUE_BITS <= 4 && KEY_DIM == VALUE_DIM &&
+                        (KEY_DIM == 128 || KEY_DIM == 256);
+
+// Lanes that stand side by side along a row of so many units: the most that leave no lane idle, but
+// so many that 128 threads do not take more tokens than a tile has.
+__host__ __device__ constexpr int lanes_across(int units) {
+  const int least = GROUP_THREADS / TOKENS;
+  const int most = PAIRED ? units / 2 : units % 4 == 0 ? 4 : units % 2 == 0 ? 2 : 1;
+  return most > least ? most : least;
+}
+
+// One of keys and values: how its tiles are made. A round is a unit for each thread. Neighbouring
+// lanes take units of one row, and of few rows, so that what a warp loads lies in few lines. Which
+// lane takes which is chosen so that eight neighbours, whose 16-byte accesses go together, meet each
+// bank once, both where they load from and where they store to: their rows' lowest bits (which the
+// swizzle mixes in) differ as their units do. Where that is not enough, half of the lanes take two
+// things (the units of a pair, the 16-byte halves of an 8-bit unit) in the other order.
 template <int BITS_, int GROUP_, int FLOAT_, int DIM_, int WIDE_, int SHIFT_>
 struct Side {
   static constexpr int BITS = BITS_, GROUP = GROUP_, FLOAT = FLOAT_, DIM = DIM_, WIDE = WIDE_;
   static constexpr int SHIFT = SHIFT_;  // elements are multiplied by 2^SHIFT
-  static constexpr int BLOCKS = DIM / UNIT;
+  static constexpr int UNITS = DIM / UNIT;
   static constexpr int PANELS = (DIM + 63) / 64;
-  static constexpr int BLOCK_STRIDE = GROUP_THREADS / TOKENS;
-  static constexpr int ROUNDS = (BLOCKS + BLOCK_STRIDE - 1) / BLOCK_STRIDE;
+  static constexpr int ACROSS = lanes_across(UNITS);
+  static constexpr int TURNS = (UNITS + ACROSS - 1) / ACROSS;  // rounds that a row takes
+  static constexpr int STEP_TOKENS = GROUP_THREADS / ACROSS;   // that all threads take together
+  static constexpr int ROUNDS = TURNS * (TOKENS / STEP_TOKENS);
   static constexpr uint32 PANEL_BYTES = TOKENS * 128;
   static constexpr uint32 TILE_BYTES = PANELS * PANEL_BYTES;
+  static constexpr bool HALVES = BITS == 8 && ACROSS == 4;
+  static constexpr int ROW_BYTES = DIM * BITS / 8, GROUPS = DIM / GROUP;
+  static constexpr int SCALE_ROW_BYTES = GROUPS * bytes_of(FLOAT);
+  static_assert(ACROSS == 1 || ACROSS == 2 || ACROSS == 4, "lanes are dealt out below");
+
+  // Of the thread: its row among those of a round, its place along the row, and whether it takes
+  // things in the other order.
+  static __device__ __forceinline__ int token_of(int thread) {
+    const int lane = thread & 31;
+    const int own = ACROSS == 1   ? lane
+                    : ACROSS == 2 ? lane >> 1
+                    : HALVES      ? lane >> 2
+                                  : (lane >> 1 & 3) | (lane >> 2 & 4);
+    return (thread >> 5) * (32 / ACROSS) + own;
+  }
+  static __device__ __forceinline__ int place_of(int thread) {
+    const int lane = thread & 31;
+    return ACROSS == 1   ? 0
+           : ACROSS == 2 ? lane & 1
+           : HALVES      ? lane & 3
+                         : (lane & 1) | ((lane >> 3 ^ lane >> 2) & 1) << 1;
+  }
+  static __device__ __forceinline__ int turned(int thread) {
+    const int token = token_of(thread), place = place_of(thread);
+    if constexpr (HALVES) return (place >> 1 ^ token) & 1;
+    if constexpr (!PAIRED) return 0;
+    return (ACROSS == 2 ? place ^ token >> 1 : place ^ token) & 1;
+  }
+  // The unit that a thread takes in a round, along its row; the first one, and what comes to it.
+  static __device__ __forceinline__ int unit_of(int thread, int round) {
+    if constexpr (PAIRED) return place_of(thread) * 2 + (turned(thread) ^ (round & 1));
+    return round % TURNS * ACROSS + place_of(thread);
+  }
+  static __device__ __forceinline__ bool has_unit(int thread, int round) {
+    return UNITS % ACROSS == 0 || unit_of(thread, round) < UNITS;
+  }
 };
 using Keys = Side<KEY_BITS, KEY_GROUP, KEY_FLOAT, KEY_DIM, KEY_WIDE, 3>;
 using Values = Side<VALUE_BITS, VALUE_GROUP, VALUE_FLOAT, VALUE_DIM, VALUE_WIDE, 4>;
+static_assert(!PAIRED || (Keys::TURNS == 2 && Values::TURNS == 2), "a pair is what a row takes");
 
 // A step is what is loaded and unpacked together: so many rounds. BUFFERS steps are on their way at a
 // time, each in its own registers, which is why a tile's steps are a multiple of them.
-constexpr bool TWO_ROUNDS = Keys::ROUNDS % 2 == 0 && Values::ROUNDS % 2 == 0 &&
-                            (Keys::ROUNDS + Values::ROUNDS) % 8 == 0 && KEY_BITS <= 4 &&
-                            VALUE_BITS <= 4 && VALUE_DIM <= 192;
-constexpr int STEP_ROUNDS = TWO_ROUNDS ? 2 : 1;
+constexpr int STEP_ROUNDS = PAIRED ? 2 : 1;
 constexpr int KEY_STEPS = Keys::ROUNDS / STEP_ROUNDS, VALUE_STEPS = Values::ROUNDS / STEP_ROUNDS;
 constexpr int STEPS = KEY_STEPS + VALUE_STEPS;
 constexpr bool FEW_BUFFERS = KEY_FLOAT == F32 || VALUE_FLOAT == F32 ||  // registers are short
                              (VALUE_DIM > 192 && (KEY_BITS > 4 || VALUE_BITS > 4));
-constexpr int BUFFERS = STEPS % 4 == 0 && !FEW_BUFFERS ? 4
-                        : STEPS % 3 == 0 && !FEW_BUFFERS ? 3
-                        : STEPS % 2 == 0                 ? 2
-                                                         : 1;
+constexpr int MOST_BUFFERS = FEW_BUFFERS || (PAIRED && VALUE_DIM > 192) ? 2 : 4;
+constexpr int BUFFERS = STEPS % 4 == 0 && MOST_BUFFERS >= 4   ? 4
+                        : STEPS % 3 == 0 && MOST_BUFFERS >= 3 ? 3
+                        : STEPS % 2 == 0                      ? 2
+                                                              : 1;
 
 // What a multiplying group's accumulators are: 64 rows by these columns.
 constexpr int SCORES = TOKENS / 2, OUTPUTS = VALUE_DIM / 2;
@@ -194,7 +249,7 @@ constexpr int MOST_BITS = KEY_BITS > VALUE_BITS ? KEY_BITS : VALUE_BITS;
 
 // Rounds of a step that share a scale and a bias.
 template <class SIDE>
-constexpr int SHARING = SIDE::GROUP / (UNIT * SIDE::BLOCK_STRIDE) >= 2 ? STEP_ROUNDS : 1;
+constexpr int SHARING = SIDE::GROUP > UNIT ? STEP_ROUNDS : 1;
 
 // What a thread has loaded of a step, and not yet unpacked.
 struct Loaded {
@@ -202,7 +257,7 @@ struct Loaded {
   uint32 scale[STEP_ROUNDS], bias[STEP_ROUNDS];
 };
 
-struct Rows {  // of one KV head, from some token and block on
+struct Rows {  // of one KV head, from some token on
   const char *codes, *scales, *biases;
   int32 codes_stride, scales_stride, biases_stride;  // the host has seen that they fit
 };
@@ -221,29 +276,22 @@ __device__ __forceinline__ void store_head(uint32 address, const nyb_prefill_sto
   asm volatile("st.shared.b64 [%0], %1;" ::"r"(address + 16), "l"(biases) : "memory");
 }
 
-template <class SIDE>
+template <class SIDE, bool KNOWN = PACKED != 0>
 __device__ __forceinline__ Rows find_rows(const nyb_prefill_stored &stored, uint32 head,
-                                          int32 token, int block) {
-  const int group_bytes = block * UNIT / SIDE::GROUP * bytes_of(SIDE::FLOAT);
+                                          int32 token) {
   Rows rows;
   asm volatile("ld.shared.v2.b64 {%0, %1}, [%2];"
                : "=l"(rows.codes), "=l"(rows.scales)
                : "r"(head)
                : "memory");
   asm volatile("ld.shared.b64 %0, [%1];" : "=l"(rows.biases) : "r"(head + 16) : "memory");
-  rows.codes_stride = static_cast<int32>(stored.codes_stride[2]);
-  rows.scales_stride = static_cast<int32>(stored.scales_stride[2]);
-  rows.biases_stride = static_cast<int32>(stored.biases_stride[2]);
-  rows.codes += int64(token) * rows.codes_stride + block * (SIDE::BITS * 4);
-  rows.scales += int64(token) * rows.scales_stride + group_bytes;
-  rows.biases += int64(token) * rows.biases_stride + group_bytes;
+  rows.codes_stride = KNOWN ? SIDE::ROW_BYTES : static_cast<int32>(stored.codes_stride[2]);
+  rows.scales_stride = KNOWN ? SIDE::SCALE_ROW_BYTES : static_cast<int32>(stored.scales_stride[2]);
+  rows.biases_stride = KNOWN ? SIDE::SCALE_ROW_BYTES : static_cast<int32>(stored.biases_stride[2]);
+  rows.codes += int64(token) * rows.codes_stride;
+  rows.scales += int64(token) * rows.scales_stride;
+  rows.biases += int64(token) * rows.biases_stride;
   return rows;
-}
-
-__device__ __forceinline__ void move_rows(Rows &rows, int tokens) {
-  rows.codes += int64(rows.codes_stride) * tokens;
-  rows.scales += int64(rows.scales_stride) * tokens;
-  rows.biases += int64(rows.biases_stride) * tokens;
 }
 
 template <int BITS, int WIDE>
@@ -277,14 +325,33 @@ __device__ __forceinline__ float float_of_raw(uint32 raw) {
   return FLOAT == F16 ? f32_from_f16(raw) : f32_from_bf16(raw);
 }
 
-// Asks for a token's row, so that loading it finds it in the L2.
+// Asks for memory, so that loading it finds it in the L2.
+__device__ __forceinline__ void prefetch_line(const char *address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
+}
+
+// The same for a tile, or what there is of it: by single rows, each its own thread's, or all at once.
 template <class SIDE>
-__device__ __forceinline__ void prefetch_row(const Rows &rows) {
+__device__ __forceinline__ void prefetch_tile(const nyb_prefill_stored &stored, uint32 head,
+                                              int32 first_token, int32 tokens, int thread) {
+  if constexpr (PACKED) {
+    constexpr int LINES = (TOKENS * SIDE::SCALE_ROW_BYTES + 127) / 128;
+    const Rows rows = find_rows<SIDE>(stored, head, first_token);
+    const int32 there = min(tokens, TOKENS);
+    if (thread == 0)
+      asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(rows.codes),
+                   "r"(there * SIDE::ROW_BYTES & ~15));
+    if (thread < LINES && thread * 128 < there * SIDE::SCALE_ROW_BYTES) {
+      prefetch_line(rows.scales + thread * 128);
+      prefetch_line(rows.biases + thread * 128);
+    }
+  } else if (thread < min(tokens, TOKENS)) {
+    const Rows rows = find_rows<SIDE>(stored, head, first_token + thread);
 #pragma unroll
-  for (int byte = 0; byte < SIDE::DIM * SIDE::BITS / 8; byte += 128)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(rows.codes + byte));
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(rows.scales));
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(rows.biases));
+    for (int byte = 0; byte < SIDE::ROW_BYTES; byte += 128) prefetch_line(rows.codes + byte);
+    prefetch_line(rows.scales);
+    prefetch_line(rows.biases);
+  }
 }
 
 // Whether f16 holds elements scale * code * 2^-BITS + bias well: below its maximum, and not all so
@@ -325,45 +392,76 @@ __device__ __forceinline__ void unpack_unit(const uint32 (&loaded)[MOST_BITS], f
 // One side of a thread that unpacks.
 template <class SIDE>
 struct Unpacker {
-  Rows rows;   // of the thread's token in the tile that is loaded, from its first block on
-  uint32 row;  // of the thread's token in a panel, with its swizzle
+  // How far behind a thread's first unit its second one is (PAIRED), or its first half the other.
+  static constexpr int TURN_BYTES = SIDE::HALVES ? 16 : SIDE::BITS * 4;
+
+  // Of the thread's token in the round that is loaded next (PACKED: in the next tile's first round),
+  // from its place on.
+  const char *codes, *scales, *biases;
+  int32 to_second;  // bytes from the first thing that it takes to the second
+  uint32 row;  // of the thread's token in a tile's first round, from its place on, with its swizzle
 
   __device__ __forceinline__ Unpacker(const nyb_prefill_stored &stored, uint32 head,
                                       int32 first_token, int thread) {
-    const int token = thread % TOKENS, first_block = thread / TOKENS;
-    rows = find_rows<SIDE>(stored, head, first_token + token, first_block);
-    asm volatile("" : "+l"(rows.codes), "+l"(rows.scales), "+l"(rows.biases));
-    row = token * PANEL_ROW_BYTES + (((first_block * 4) ^ (token & 7)) << 4);
+    const int token = SIDE::token_of(thread), unit = SIDE::unit_of(thread, 0);
+    const int turned = SIDE::turned(thread);
+    const int group_bytes = unit * UNIT / SIDE::GROUP * bytes_of(SIDE::FLOAT);
+    const Rows rows = find_rows<SIDE>(stored, head, first_token + token);
+    codes = rows.codes + unit * (SIDE::BITS * 4) + (SIDE::HALVES ? turned * TURN_BYTES : 0);
+    to_second = turned != 0 ? -TURN_BYTES : TURN_BYTES;
+    scales = rows.scales + group_bytes;
+    biases = rows.biases + group_bytes;
+    asm volatile("" : "+l"(codes), "+l"(scales), "+l"(biases));
+    const int piece = (unit & 1) * 4 ^ (SIDE::HALVES ? turned * 2 : 0);
+    row = (unit >> 1) * SIDE::PANEL_BYTES + token * PANEL_ROW_BYTES + ((piece ^ (token & 7)) << 4);
   }
 
-  static __device__ __forceinline__ bool has_block(int round) {
-    return SIDE::BLOCKS % SIDE::BLOCK_STRIDE == 0 || round + 1 < SIDE::ROUNDS ||
-           threadIdx.x % GROUP_THREADS < TOKENS;
+  __device__ __forceinline__ void move(const nyb_prefill_stored &stored, int tokens) {
+    codes += PACKED ? SIDE::ROW_BYTES * tokens : stride(stored.codes_stride) * tokens;
+    scales += PACKED ? SIDE::SCALE_ROW_BYTES * tokens : stride(stored.scales_stride) * tokens;
+    biases += PACKED ? SIDE::SCALE_ROW_BYTES * tokens : stride(stored.biases_stride) * tokens;
+  }
+  static __device__ __forceinline__ int64 stride(const long long (&strides)[3]) {
+    return static_cast<int32>(strides[2]);
   }
 
-  // A token that is not there is all zeros.
-  __device__ __forceinline__ void load(int step, bool there, Loaded &loaded) const {
+  // In order of the steps: the thread moves on. left: tokens from the thread's in the tile's first
+  // round on. A token that is not there has scale and bias 0 and any codes: zeros.
+  __device__ __forceinline__ void load(const nyb_prefill_stored &stored, int step, int32 left,
+                                       int thread, Loaded &loaded) {
 #pragma unroll
     for (int i = 0; i < STEP_ROUNDS; i++) {
-      const int round = step * STEP_ROUNDS + i, block = round * SIDE::BLOCK_STRIDE;
-#pragma unroll
-      for (int j = 0; j < SIDE::BITS; j++) loaded.words[i][j] = 0;
-      loaded.scale[i] = loaded.bias[i] = 0;
-      if (there && has_block(round)) {
-        load_words<SIDE::BITS, SIDE::WIDE>(rows.codes + block * (SIDE::BITS * 4), loaded.words[i]);
+      const int round = step * STEP_ROUNDS + i, turn = round % SIDE::TURNS;
+      const int tokens = round / SIDE::TURNS * SIDE::STEP_TOKENS, moved = PACKED ? tokens : 0;
+      const int units = PAIRED ? 0 : turn * SIDE::ACROSS;
+      if (i % SHARING<SIDE> == 0) loaded.scale[i] = loaded.bias[i] = 0;
+      if (left > tokens && SIDE::has_unit(thread, round)) {
+        const int offset = moved * SIDE::ROW_BYTES + units * (SIDE::BITS * 4);
+        if constexpr (SIDE::HALVES) {
+          load_words<4, SIDE::WIDE>(codes + offset, loaded.words[i]);
+          load_words<4, SIDE::WIDE>(codes + to_second + offset, loaded.words[i] + 4);
+        } else {
+          load_words<SIDE::BITS, SIDE::WIDE>((PAIRED && i == 1 ? codes + to_second : codes) + offset,
+                                             loaded.words[i]);
+        }
         if (i % SHARING<SIDE> == 0) {
-          const int group = block * UNIT / SIDE::GROUP * bytes_of(SIDE::FLOAT);
-          loaded.scale[i] = load_raw<SIDE::FLOAT>(rows.scales + group);
-          loaded.bias[i] = load_raw<SIDE::FLOAT>(rows.biases + group);
+          int group = moved * SIDE::SCALE_ROW_BYTES +
+                      units * UNIT / SIDE::GROUP * bytes_of(SIDE::FLOAT);
+          if (PAIRED && i == 1)  // a group is a unit
+            group += SIDE::turned(thread) != 0 ? -bytes_of(SIDE::FLOAT) : bytes_of(SIDE::FLOAT);
+          loaded.scale[i] = load_raw<SIDE::FLOAT>(scales + group);
+          loaded.bias[i] = load_raw<SIDE::FLOAT>(biases + group);
         }
       }
+      if (PACKED ? round == SIDE::ROUNDS - 1 : turn == SIDE::TURNS - 1)
+        move(stored, PACKED ? TOKENS : SIDE::STEP_TOKENS);
     }
   }
 
   // Unpacks a step into its tile. Units that f16 does not hold become zeros, and are noted in
   // masks; returns a bit for each round of this warp that has any.
   __device__ __forceinline__ uint32 unpack(const Loaded &loaded, int step, uint32 tile,
-                                           uint32 masks) const {
+                                           uint32 masks, int thread) const {
     float scale[STEP_ROUNDS], bias[STEP_ROUNDS];
     bool all_fit = true;
 #pragma unroll
@@ -396,11 +494,13 @@ struct Unpacker {
     }
 #pragma unroll
     for (int i = 0; i < STEP_ROUNDS; i++) {
-      const int round = step * STEP_ROUNDS + i, block = round * SIDE::BLOCK_STRIDE;
-      if (has_block(round))
+      const int round = step * STEP_ROUNDS + i;
+      const int units = PAIRED ? 0 : round % SIDE::TURNS * SIDE::ACROSS;
+      if (SIDE::has_unit(thread, round))
         unpack_unit<SIDE>(loaded.words[i], scale[i], bias[i],
-                          tile + (block >> 1) * SIDE::PANEL_BYTES + row,
-                          (block & 1) * 4);
+                          tile + (units >> 1) * SIDE::PANEL_BYTES +
+                              round / SIDE::TURNS * (SIDE::STEP_TOKENS * PANEL_ROW_BYTES) + row,
+                          (PAIRED ? i : units & 1) * 4);
     }
     return any;
   }
@@ -411,28 +511,33 @@ __device__ __forceinline__ void unpack_tiles(const nyb_prefill_arguments &argume
   const Work work = load_work(shared);
   Unpacker<Keys> keys(arguments.k, shared + KEY_HEAD, work.first_token, thread);
   Unpacker<Values> values(arguments.v, shared + VALUE_HEAD, work.first_token, thread);
-  const int32 end = work.end_token;
-  int32 token = work.first_token + thread % TOKENS;  // of the tile that is unpacked
-  const int tiles = (max(end - work.first_token, 0) + TOKENS - 1) / TOKENS;
+  int32 left = work.end_token - work.first_token;  // tokens from the tile that is unpacked on
+  const int tiles = (max(left, 0) + TOKENS - 1) / TOKENS;
+  const int key_token = Keys::token_of(thread), value_token = Values::token_of(thread);
   Loaded buffers[BUFFERS];
 #pragma unroll
   for (int step = 0; step < BUFFERS; step++) {
+#pragma unroll
+    for (int i = 0; i < STEP_ROUNDS; i++) {
+#pragma unroll
+      for (int j = 0; j < MOST_BITS; j++) buffers[step].words[i][j] = 0;
+    }
     if (step < KEY_STEPS)
-      keys.load(step, token < end, buffers[step]);
+      keys.load(arguments.k, step, left - key_token, thread, buffers[step]);
     else
-      values.load(step - KEY_STEPS, token < end, buffers[step]);
+      values.load(arguments.v, step - KEY_STEPS, left - value_token, thread, buffers[step]);
   }
-  if (BUFFERS <= KEY_STEPS) move_rows(values.rows, -TOKENS);  // their first load moves on
 #pragma unroll 1
-  for (int tile = 0; tile < tiles; tile++, token += TOKENS) {
+  for (int tile = 0; tile < tiles; tile++, left -= TOKENS) {
     const int stage = tile & 1;
     const uint32 parity = ((tile >> 1) & 1) ^ 1;
     const uint32 barriers = shared + BARRIERS + 8 * stage;
-    if (thread < TOKENS && token + PREFETCH_TILES * TOKENS < end) {
-      int32 later = token + PREFETCH_TILES * TOKENS;
+    if (left > PREFETCH_TILES * TOKENS && (!PACKED || thread < 32)) {
+      const int32 left_then = left - PREFETCH_TILES * TOKENS;
+      int32 later = load_work(shared).end_token - left_then;
       asm volatile("" : "+r"(later));  // lest its product with each stride is kept in registers
-      prefetch_row<Keys>(find_rows<Keys>(arguments.k, shared + KEY_HEAD, later, 0));
-      prefetch_row<Values>(find_rows<Values>(arguments.v, shared + VALUE_HEAD, later, 0));
+      prefetch_tile<Keys>(arguments.k, shared + KEY_HEAD, later, left_then, thread);
+      prefetch_tile<Values>(arguments.v, shared + VALUE_HEAD, later, left_then, thread);
     }
     uint32 any = 0;
 #pragma unroll
@@ -442,19 +547,17 @@ __device__ __forceinline__ void unpack_tiles(const nyb_prefill_arguments &argume
       Loaded &loaded = buffers[step % BUFFERS];
       if (step < KEY_STEPS)
         any |= keys.unpack(loaded, step, shared + KEY_TILES + stage * Keys::TILE_BYTES,
-                           shared + KEY_MASKS + stage * (Keys::ROUNDS * 16));
+                           shared + KEY_MASKS + stage * (Keys::ROUNDS * 16), thread);
       else
         any |= values.unpack(loaded, step - KEY_STEPS,
                              shared + VALUE_TILES + stage * Values::TILE_BYTES,
-                             shared + VALUE_MASKS + stage * (Values::ROUNDS * 16));
+                             shared + VALUE_MASKS + stage * (Values::ROUNDS * 16), thread);
       const int next = (step + BUFFERS) % STEPS;
-      const bool there = token + (step + BUFFERS >= STEPS ? TOKENS : 0) < end;
-      if (next == 0) move_rows(keys.rows, TOKENS);
-      if (next == KEY_STEPS) move_rows(values.rows, TOKENS);
+      const int32 left_then = left - (step + BUFFERS >= STEPS ? TOKENS : 0);
       if (next < KEY_STEPS)
-        keys.load(next, there, loaded);
+        keys.load(arguments.k, next, left_then - key_token, thread, loaded);
       else
-        values.load(next - KEY_STEPS, there, loaded);
+        values.load(arguments.v, next - KEY_STEPS, left_then - value_token, thread, loaded);
       if (step == KEY_STEPS - 1 || step == STEPS - 1) {
         if ((thread & 31) == 0)
           store_shared(shared + (step < KEY_STEPS ? KEY_ANY : VALUE_ANY) + 16 * stage +
@@ -574,7 +677,8 @@ __device__ __forceinline__ void for_left_units(const uint32 (&any)[4], uint32 ma
     while (left != 0) {
       const int thread = warp * 32 + __ffs(static_cast<int>(left)) - 1;
       left &= left - 1;
-      body(thread % TOKENS, round * SIDE::BLOCK_STRIDE + thread / TOKENS);
+      body(round / SIDE::TURNS * SIDE::STEP_TOKENS + SIDE::token_of(thread),
+           SIDE::unit_of(thread, round));
     }
   }
 }
@@ -752,7 +856,9 @@ __device__ __forceinline__ void store_rows(const nyb_prefill_arguments &argument
       float *lse = reinterpret_cast<float *>(
           arguments.lse + work.batch * arguments.lse_stride[0] +
           row.head * arguments.lse_stride[1] + row.position * arguments.lse_stride[2]);
-      *lse = empty ? -infinity()
+      // A score that the factor alone took beyond f32 has left no weight either.
+      const float without = state[half].maximum == infinity() ? nothing : -infinity();
+      *lse = empty ? without
                    : (state[half].maximum + (log2f(state[half].sum) - WEIGHT_SHIFT)) * LN_2;
     }
   }
@@ -795,10 +901,13 @@ __device__ __forceinline__ uint32 pack_pair(float low, float high) {
 // weights have to be multiplied by. The sum is this thread's own columns'.
 __device__ __forceinline__ void soften(float (&scores)[SCORES], const float (&factor)[2],
                                        State (&state)[2], float (&keep)[2]) {
+  // The factor is a power of two, so that bf16's rounding may come before it: only numbers of less
+  // than 2^-126 would round otherwise, and they weigh the same either way.
+  constexpr bool ROUND_FIRST = ROUND_SCORES && QUERY_FLOAT == BF16;
   if constexpr (ROUND_SCORES) {
 #pragma unroll
     for (int j = 0; j < SCORES; j += 2) {
-      const float multiplier = factor[(j >> 1) & 1];
+      const float multiplier = ROUND_FIRST ? 1.0f : factor[(j >> 1) & 1];
       const uint32 pair = pack_pair<QUERY_FLOAT>(scores[j] * multiplier, scores[j + 1] * multiplier);
       scores[j] = low_of<QUERY_FLOAT>(pair);
       scores[j + 1] = high_of<QUERY_FLOAT>(pair);
@@ -806,7 +915,9 @@ __device__ __forceinline__ void soften(float (&scores)[SCORES], const float (&fa
   }
 #pragma unroll
   for (int half = 0; half < 2; half++) {
-    const float multiplier = ROUND_SCORES ? LOG2_E : factor[half];
+    const float multiplier = ROUND_FIRST    ? factor[half] * LOG2_E
+                             : ROUND_SCORES ? LOG2_E
+                                            : factor[half];
     float most[2] = {scores[2 * half], scores[2 * half + 1]};
 #pragma unroll
     for (int j = 4; j < SCORES; j += 4) {
@@ -852,6 +963,12 @@ __device__ __forceinline__ void hide_scores(const nyb_prefill_arguments &argumen
   }
 }
 
+// One lane tells for its warp that a stage has been read: by all lanes, since they have met.
+__device__ __forceinline__ void warp_has_read(uint32 barrier) {
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+}
+
 __device__ __forceinline__ bool any_left(const uint32 (&warps)[4]) {
   return (warps[0] | warps[1] | warps[2] | warps[3]) != 0;
 }
@@ -880,13 +997,12 @@ __device__ __forceinline__ void take_scores(const nyb_prefill_arguments &argumen
   load_shared(shared + KEY_ANY + 16 * stage, any);
   if (any_left(any)) {
     const Work work = load_work(shared);
-    add_left_keys(find_rows<Keys>(arguments.k, shared + KEY_HEAD,
-                                  work.first_token + tile * TOKENS, 0), any,
+    add_left_keys(find_rows<Keys, false>(arguments.k, shared + KEY_HEAD,
+                                         work.first_token + tile * TOKENS), any,
                   shared + KEY_MASKS + stage * (Keys::ROUNDS * 16), shared, my_row(group),
                   my.scores);
   }
-  if ((threadIdx.x & 31) == 0)
-    barrier_arrive(shared + BARRIERS + 8 * (KEYS_EMPTY + stage));
+  warp_has_read(shared + BARRIERS + 8 * (KEYS_EMPTY + stage));
   if (tile >= unmasked_tiles)
     hide_scores(arguments, load_work(shared), tile, my_row(group), my.scores);
   const uint32 factors = shared + FACTORS + my_row(group) * 4;
@@ -903,12 +1019,11 @@ __device__ __forceinline__ void take_output(const nyb_prefill_arguments &argumen
   load_shared(shared + VALUE_ANY + 16 * stage, any);
   if (any_left(any)) {
     const Work work = load_work(shared);
-    add_left_values(find_rows<Values>(arguments.v, shared + VALUE_HEAD,
-                                      work.first_token + tile * TOKENS, 0), any,
+    add_left_values(find_rows<Values, false>(arguments.v, shared + VALUE_HEAD,
+                                             work.first_token + tile * TOKENS), any,
                     shared + VALUE_MASKS + stage * (Values::ROUNDS * 16), my.weights, my.output);
   }
-  if ((threadIdx.x & 31) == 0)
-    barrier_arrive(shared + BARRIERS + 8 * (VALUES_EMPTY + stage));
+  warp_has_read(shared + BARRIERS + 8 * (VALUES_EMPTY + stage));
 }
 
 __device__ __forceinline__ void pack_weights(Accumulators &my) {
