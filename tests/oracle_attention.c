@@ -33,6 +33,14 @@
  *   - Queries: a row is brought into f16's range by a power of two, which is exact for bf16 and f16
  *     but for elements that end among f16's subnormals: with the row's largest at 2^14 or more and
  *     an element divided by up to 2^8, these lose 2^-25 * 2^8 / 2^14 = 2^-31 of the largest.
+ *   - Codes: they meet the tensor core as subnormal f16 numbers, code * 2^(place - 24), queries
+ * with the other power of two. The core lines all products of a step of 16 and the sum so far up at
+ *     the largest exponent, cuts off toward zero what lies 25 bits below it, and counts a
+ *     subnormal's exponent as 2^-14 (seen on an H200: beside 2^-24 * 2^14 a product 2^16 times
+ *     smaller counts as 0, beside 1 * 1 one 2^26 times smaller). So of
+ *     |q_d| * code what lies below 2^-15 of the largest |q| of its group, itself taken down to a
+ *     power of two, may be lost, and as much of the sum so far with each step. Losses of products
+ *     of both signs take from each other.
  *   - Weights: p * scale is rounded to f16, a relative 2^-11 of each token's p * |scale| * code;
  *     or, among the subnormals, 2^-25 where the largest weight is held as 2^-3 or more and the
  *     largest scale as 2^13 or more: 2^-35 of the largest product of the two for each unit of a
@@ -147,7 +155,7 @@ bool oracle_rows_decode(const nyb_stored *rows, int64_t batch_index, int64_t hea
 typedef struct row_state {
   int64_t visible;
   double *query;       /* [key_dim] after the scale */
-  double *step_error;  /* [key_dim] what |k_d| = 1 contributes to delta */
+  double *step_error;  /* [key_dim] what |k_d| = 1 contributes to delta, or what is cut off */
   double *sum_error;   /* [key_dim] what mag_d = 1 contributes to delta */
   double *score;       /* [visible], rounded where the contract says so */
   double *delta;       /* [visible] how far a kernel's score may be off; later that of log p */
@@ -226,6 +234,21 @@ static void find_f16_errors(const oracle_attention *a, row_state *row) {
   for (int64_t d = 0; d < a->keys->dim; d++) row->sum_error[d] += step;
 }
 
+/* What a tensor core may cut off of |q_d| * code, and of sums of it. */
+static void find_cuts(const oracle_attention *a, row_state *row) {
+  const int64_t group_size = a->keys->group_size;
+  for (int64_t first = 0; first < a->keys->dim; first += group_size) {
+    double largest = 0;
+    int exponent; /* largest lies in [2^(exponent - 1), 2^exponent) */
+    for (int64_t d = first; d < first + group_size; d++) {
+      largest = fmax(largest, fabs(row->query[d]));
+    }
+    frexp(largest, &exponent);
+    const double cut = largest > 0 && isfinite(largest) ? ldexp(1, exponent - 1 - 15) : 0;
+    for (int64_t d = first; d < first + group_size; d++) row->step_error[d] = cut;
+  }
+}
+
 /* q' = T(q * T(scale)), or q * scale; and the errors of holding it. */
 static void scale_query(const oracle_attention *a, const double *query, row_state *row) {
   const double depth = score_depth(a);
@@ -238,6 +261,7 @@ static void scale_query(const oracle_attention *a, const double *query, row_stat
   }
   if (has_integer_dots(a)) find_step_errors(a, row);
   if (has_f16_weights(a) || has_f16_tiles(a)) find_f16_errors(a, row);
+  if (has_f16_weights(a)) find_cuts(a, row);
 }
 
 /* sum of a_d * |b_d| */
@@ -284,6 +308,24 @@ static double exact_score(const oracle_attention *a, const row_state *row, const
 static double key_tile_error(const double *query, const double *key, int64_t dim) {
   double error = 0;
   for (int64_t d = 0; d < dim; d++) error += fabs(query[d]) * f16_error(key[d]);
+  return error;
+}
+
+/* Of token n's score, by the tensor cores' cuts. */
+static double cut_error(const oracle_attention *a, const row_state *row, int64_t n) {
+  const oracle_rows *keys = a->keys;
+  const int64_t groups = keys->dim / keys->group_size;
+  double error = 0;
+  for (int64_t g = 0; g < groups; g++) {
+    const double cut = row->step_error[g * keys->group_size] * fabs(keys->scale[n * groups + g]);
+    double lost[2] = {0, 0}; /* of positive products and of negative ones */
+    if (!(cut > 0)) continue;
+    for (int64_t d = g * keys->group_size; d < (g + 1) * keys->group_size; d++) {
+      const double product = fabs(row->query[d]) * keys->scaled[n * keys->dim + d];
+      lost[row->query[d] < 0] += product - cut * floor(product / cut);
+    }
+    error += fmax(lost[0], lost[1]) + cut * (double)(keys->group_size / 16 - 1);
+  }
   return error;
 }
 
@@ -365,6 +407,7 @@ static void score_tokens(const oracle_attention *a, row_state *row) {
     row->delta[n] = dot(row->sum_error, magnitude, dim) + 0x1p-126;
     if (has_integer_dots(a)) row->delta[n] += dot_absolute(row->step_error, key, dim);
     if (has_f16_tiles(a)) row->delta[n] += key_tile_error(row->query, key, dim);
+    if (has_f16_weights(a)) row->delta[n] += cut_error(a, row, n);
     round_score(a, &row->score[n], &row->delta[n]);
     if (row->bias != NULL) bias_score(a, row->bias, n, &row->score[n], &row->delta[n]);
     row->most = fmax(row->most, row->score[n]); /* a NaN is no maximum */
