@@ -391,9 +391,40 @@ static nyb_tile_tokens whole_tile(const fused_run *run, const unit *u, const nyb
                          tile->tokens, memory->gathered);
 }
 
-/* Scales and biases are few lines, which are asked for here; codes are left to the kernel. Of a
- * tile that will be gathered, the rows up to the first gap. */
-static nyb_ahead ahead_of(const nyb_part_rows *rows, const nyb_tile_tokens *first) {
+enum { LINE_BYTES = 64 };
+
+static void fetch_rows(const char *row, int64_t stride_bytes, int64_t rows, int64_t row_bytes) {
+  if (stride_bytes == row_bytes) { /* one long row */
+    row_bytes *= rows;
+    rows = 1;
+  }
+  for (int64_t i = 0; i < rows; i++, row += stride_bytes) {
+    for (int64_t byte = 0; byte < row_bytes; byte += LINE_BYTES) __builtin_prefetch(row + byte);
+    __builtin_prefetch(row + row_bytes - 1);
+  }
+}
+
+/* Asks for what a tile that will be gathered has behind its first gap. */
+static void fetch_gathered(const fused_run *run, const unit *u, const nyb_part_rows *rows,
+                           const token_tile *tile, const nyb_tile_tokens *first) {
+  const nyb_row_layout *layout = &rows->layout;
+  for (int64_t t = first->tokens, count; t < tile->tokens; t += count) {
+    const nyb_place place = nyb_place_of(run->call->attention, u->batch, tile->first + t);
+    count = place.run < tile->tokens - t ? place.run : tile->tokens - t;
+    const nyb_tile_tokens piece = nyb_tile_at(rows, u->kv_head, &place, count);
+    fetch_rows(piece.codes, piece.codes_stride_bytes, count, layout->codes_bytes);
+    if (!layout->affine) continue;
+    const int64_t group_bytes = layout->groups * (int64_t)layout->scale_bytes;
+    fetch_rows(piece.scales, piece.scales_stride_bytes, count, group_bytes);
+    fetch_rows(piece.biases, piece.biases_stride_bytes, count, group_bytes);
+  }
+}
+
+/* Scales and biases are few lines, which are asked for here; codes are left to the kernel, but for
+ * those behind a gap. */
+static nyb_ahead ahead_of(const fused_run *run, const unit *u, const nyb_part_rows *rows,
+                          const token_tile *tile, const nyb_tile_tokens *first) {
+  if (first->tokens < tile->tokens) fetch_gathered(run, u, rows, tile, first);
   const nyb_ahead ahead = {.first = first->codes,
                            .stride_bytes = first->codes_stride_bytes,
                            .rows = first->tokens,
@@ -593,7 +624,7 @@ static void attend_tile(const fused_run *run, const unit *u, const part_run *par
                                  .rows = u->rows,
                                  .precise = run->precise,
                                  .k = whole_tile(run, u, &part->k, tile, &tile->k, memory),
-                                 .ahead = ahead_of(&part->v, &tile->v),
+                                 .ahead = ahead_of(run, u, &part->v, tile, &tile->v),
                                  .scores = memory->scores,
                                  .scratch = memory->scratch};
   part->scores(&scores);
@@ -619,7 +650,7 @@ static void attend_tile(const fused_run *run, const unit *u, const part_run *par
   }
   const nyb_tile_tokens v = whole_tile(run, u, &part->v, tile, &tile->v, memory);
   nyb_ahead ahead = {0};
-  if (next->tokens > 0) ahead = ahead_of(&part_at(run, next)->k, &next->k);
+  if (next->tokens > 0) ahead = ahead_of(run, u, &part_at(run, next)->k, next, &next->k);
   if (sight == SEEN_IN_PART) {
     add_spans(run, u, part, v, ahead, state, memory);
   } else {
