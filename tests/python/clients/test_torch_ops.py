@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +16,11 @@ import nybble.torch
 from nybble import NybbleError
 
 OPS = torch.ops.nybble
+# The code generator needs a C++ compiler, which nothing else here does; tracing does not.
+CXX = os.environ.get("CXX") or shutil.which("g++") or shutil.which("clang++")
+CODE_GENERATOR = "inductor" if CXX else "aot_eager"
+if CXX:
+    os.environ["CXX"] = CXX
 
 
 def randoms(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
@@ -69,7 +76,7 @@ def test_opcheck(name: str, arguments: tuple[Any, ...], options: dict[str, Any])
     torch.library.opcheck(getattr(OPS, name).default, arguments, options)
 
 
-def compiled(function: Callable[..., Any], backend: str = "inductor") -> Callable[..., Any]:
+def compiled(function: Callable[..., Any], backend: str = CODE_GENERATOR) -> Callable[..., Any]:
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     made: Callable[..., Any] = torch.compile(function, fullgraph=True, backend=backend)
@@ -104,7 +111,7 @@ def test_compiled_functions_have_eagers_bits(dtype: torch.dtype) -> None:
         )
 
     # One data type is enough for the code generator, which is slow.
-    fast = compiled(step, "inductor" if dtype == torch.bfloat16 else "aot_eager")
+    fast = compiled(step, CODE_GENERATOR if dtype == torch.bfloat16 else "aot_eager")
     arguments = [randoms(2, 4, 3, 64, dtype=dtype, seed=seed) for seed in range(2)]
     for tokens in (24, 31, 40):  # from the second length on, lengths are symbols
         key = randoms(2, 2, tokens, 64, dtype=dtype, seed=tokens)
