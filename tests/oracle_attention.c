@@ -315,6 +315,7 @@ static double key_tile_error(const double *query, const double *key, int64_t dim
 static double cut_error(const oracle_attention *a, const row_state *row, int64_t n) {
   const oracle_rows *keys = a->keys;
   const int64_t groups = keys->dim / keys->group_size;
+  const int64_t additions = keys->group_size / 16 - 1;
   double error = 0;
   for (int64_t g = 0; g < groups; g++) {
     const double cut = row->step_error[g * keys->group_size] * fabs(keys->scale[n * groups + g]);
@@ -324,7 +325,7 @@ static double cut_error(const oracle_attention *a, const row_state *row, int64_t
       const double product = fabs(row->query[d]) * keys->scaled[n * keys->dim + d];
       lost[row->query[d] < 0] += product - cut * floor(product / cut);
     }
-    error += fmax(lost[0], lost[1]) + cut * (double)(keys->group_size / 16 - 1);
+    error += fmax(lost[0], lost[1]) + cut * (double)additions;
   }
   return error;
 }
