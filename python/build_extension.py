@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from cffi import FFI
@@ -64,18 +65,27 @@ def declarations(header: str) -> str:
     text = re.sub(r"/\*.*?\*/", " ", header, flags=re.DOTALL)
     text = text.replace("\\\n", " ")
     constants, lines = [], []
-    for line in text.splitlines():
+    for line in without_cplusplus(text.splitlines()):
         constant = re.match(r"#define (NYB_[A-Z_]+) \(?(-?\d+)\)?\s*$", line)
         if constant:
             constants.append(f"#define {constant[1]} {constant[2]}")
         elif not line.startswith("#"):
             lines.append(line)
-    text = "\n".join(lines)
-    # What only a C++ compiler or a macro sees.
-    text = re.sub(r'extern "C" \{', " ", text)
-    text = re.sub(r"^\s*\{ (?:\.struct_size = )?sizeof\(type\) \}\s*$", " ", text, flags=re.M)
-    text = re.sub(r"^\}\s*$", " ", text, flags=re.M)
-    return "\n".join(constants) + "\n" + text.replace("NYB_API ", "")
+    return "\n".join([*constants, *lines]).replace("NYB_API ", "")
+
+
+def without_cplusplus(lines: list[str]) -> Iterator[str]:
+    """What a C compiler sees of the parts for C++."""
+    conditions: list[bool] = []  # of the blocks around a line, whether it is C++'s alone
+    for line in lines:
+        if re.match(r"#\s*if", line):
+            conditions.append(line.split() == ["#ifdef", "__cplusplus"])
+        elif re.match(r"#\s*(else|elif)", line):
+            conditions[-1] = False
+        elif re.match(r"#\s*endif", line):
+            conditions.pop()
+        elif not any(conditions):
+            yield line
 
 
 def main() -> None:
