@@ -792,7 +792,7 @@ def test_names_do_not_drive_the_terminal(tmp_path: Path) -> None:
     shown = good("quantize", source, tmp_path / "out", "--all")
     assert "?[2J??x?" in shown and not control.search(shown)
     failed = nybble("quantize", source, tmp_path / "out2", "--tensor", "\x1bodd")
-    assert failed.returncode == 1 and "?odd" in failed.stderr and not control.search(failed.stderr)
+    assert failed.returncode == 2 and "?odd" in failed.stderr and not control.search(failed.stderr)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
