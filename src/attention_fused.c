@@ -430,7 +430,8 @@ static nyb_ahead ahead_of(const fused_run *run, const unit *u, const nyb_part_ro
                            .rows = first->tokens,
                            .row_bytes = rows->layout.codes_bytes};
   if (!rows->layout.affine) return ahead;
-  const int64_t stride = first->scales_stride_bytes, step = stride > 64 ? stride : 64;
+  const int64_t stride = first->scales_stride_bytes;
+  const int64_t step = stride > LINE_BYTES ? stride : LINE_BYTES;
   for (int64_t byte = 0; byte < first->tokens * stride; byte += step) {
     __builtin_prefetch(first->scales + byte);
     __builtin_prefetch(first->biases + byte);
