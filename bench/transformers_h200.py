@@ -48,6 +48,15 @@ from transformers.cache_utils import DynamicCache, QuantizedCache, StaticCache
 
 import nybble.transformers
 
+TINY = {
+    "hidden_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 128,
+    "vocab_size": 256,
+}
 EIGHT_KV_HEADS = {"num_key_value_heads": 8}
 MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     "llama-3-8b": (
@@ -86,28 +95,11 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
             **EIGHT_KV_HEADS,
         },
     ),
-    "tiny": (
-        LlamaConfig,
-        {
-            "hidden_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "intermediate_size": 128,
-            "vocab_size": 256,
-        },
-    ),
+    "tiny": (LlamaConfig, TINY),
     "tiny-gemma": (
         Gemma3TextConfig,
         {
-            "hidden_size": 128,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "head_dim": 64,
-            "intermediate_size": 128,
-            "vocab_size": 256,
+            **TINY,
             "sliding_window": 32,
             "layer_types": ["sliding_attention", "full_attention"],
         },
