@@ -84,6 +84,25 @@ if(NYBBLE_BUILD_TESTS)
                     "${MPIEXEC_EXECUTABLE}" "${mpi_program}")
   endif()
 
+  # The example over NCCL. Everywhere with CUDA and NCCL replaced by stand-ins that hold a device's
+  # memory on the host; where both are found, itself (no test: it wants GPUs).
+  add_executable(distributed_nccl_on_cpu examples/distributed_nccl.c)
+  target_include_directories(distributed_nccl_on_cpu PRIVATE tests/fake_nccl tests/fake_nccl/host)
+  target_link_libraries(distributed_nccl_on_cpu PRIVATE nybble_static m)
+  foreach(ranks 1 2 3)
+    nybble_add_test(test_distributed_nccl_${ranks} distributed_nccl_on_cpu ${ranks})
+  endforeach()
+  if(NOT CMAKE_CROSSCOMPILING AND NOT NYBBLE_SANITIZE)
+    find_package(CUDAToolkit QUIET)
+    find_path(NCCL_INCLUDE_DIR nccl.h)
+    find_library(NCCL_LIBRARY NAMES nccl libnccl.so.2)
+    if(CUDAToolkit_FOUND AND NCCL_INCLUDE_DIR AND NCCL_LIBRARY)
+      add_executable(distributed_nccl examples/distributed_nccl.c)
+      target_include_directories(distributed_nccl SYSTEM PRIVATE ${NCCL_INCLUDE_DIR})
+      target_link_libraries(distributed_nccl PRIVATE nybble_static CUDA::cudart ${NCCL_LIBRARY} m)
+    endif()
+  endif()
+
   # What is installed, for the build that people install.
   if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND NOT CMAKE_CROSSCOMPILING AND NOT NYBBLE_SANITIZE)
     nybble_add_test(test_symbols sh ${PROJECT_SOURCE_DIR}/tests/install/test_symbols.sh
