@@ -3,46 +3,56 @@
 """Decoding in transformers: tokens per second and memory, for several caches and contexts.
 
     bench/transformers_h200.py                                     all of it, on a GPU
+    bench/transformers_h200.py --seconds 60                        as much as fits into a minute
     bench/transformers_h200.py --models llama-3-8b --contexts 32768 --batches 1,16 --json out.json
     bench/transformers_h200.py --models tiny --contexts 64 --batches 2 --device cpu
 
 Models have the shapes of known ones and random weights. Prompts are not computed: caches are filled
 with random keys and values, as long as the context, so that each line takes seconds. What is timed
 are decode steps (the embedding, every layer, the logits, the argmax), each until its token is
-there; the median of them, after some that are not counted.
+there; the median of them, after some that are not counted. What matters most comes first.
 
-    dynamic     transformers' DynamicCache in the model's dtype, with SDPA
-    quanto4, hqq4, fp8    its QuantizedCache by that backend, with SDPA; the first two are packages
-                to install
+    dynamic     transformers' DynamicCache in the model's dtype, with the SDPA kernel that PyTorch
+                chooses by itself
+    dynamic-flash   the same without cuDNN's kernel, which is planned anew for every length
+    quanto4, hqq4, fp8    its QuantizedCache by that backend, with SDPA without cuDNN; the first two
+                are packages to install
     nybble8, nybble4, k8v4    NybbleCache with nybble's attention: 8 bits, 4, and keys 8, values 4
     static+graph, nybble8+graph, ...    the same steps as one captured CUDA graph; static is
                 transformers' StaticCache with SDPA
+    nybble4+generate, dynamic+generate, ...    steps of model.generate(), its own work included;
+                with nybble after `patch_decode`
 
 Beside the time: `cache`, the bytes that hold keys and values, what they would be by arithmetic
-(codes, scales and biases of every token that a layer keeps), and `peak`, all of PyTorch's memory
-while it decoded (on the CPU: the process's). What does not fit or is not supported says why.
+(codes, scales and biases of every token that a layer keeps), and `peak`, the most that PyTorch held
+while it decoded beside the model (on the CPU: the process's peak, model and all). What does not fit
+or is not supported says why.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
     LlamaConfig,
     PreTrainedConfig,
     Qwen3Config,
+    StoppingCriteriaList,
 )
 from transformers.cache_utils import DynamicCache, QuantizedCache, StaticCache
 
@@ -106,13 +116,26 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }
 WIDTHS = {"nybble8": (8, 8), "nybble4": (4, 4), "k8v4": (8, 4)}
-OTHERS = ("dynamic", "static", "quanto4", "hqq4", "fp8")
-GRAPH = "+graph"
-USUAL = ("dynamic", "quanto4", "hqq4", "fp8", *WIDTHS, "static+graph", *(w + GRAPH for w in WIDTHS))
+FLASH, GRAPH, GENERATE = "-flash", "+graph", "+generate"
+OTHERS = ("dynamic", "dynamic" + FLASH, "static", "quanto4", "hqq4", "fp8")
+USUAL = (
+    "dynamic" + FLASH,
+    *(w + GRAPH for w in WIDTHS),
+    "quanto4",
+    "static" + GRAPH,
+    "dynamic",
+    *WIDTHS,
+    "nybble4" + GENERATE,
+    "dynamic" + GENERATE,
+    "hqq4",
+    "fp8",
+)
 GROUP_SIZE = 64
 FILL_TOKENS = 4096  # appended at once; to a window fewer, which else has room for them beside it
 WINDOW_FILL_TOKENS = 16
 WAKING_STEPS = 10
+FEWEST_STEPS = 3
+WITHOUT_CUDNN = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 @dataclass
@@ -125,9 +148,11 @@ class Line:
     batch: int
     tokens_per_second: float | None = None
     step_ms: float | None = None
+    steps: int | None = None
     cache_bytes: int | None = None
     arithmetic_bytes: int | None = None
     peak_bytes: int | None = None
+    model_bytes: int | None = None  # of peak_bytes, where they count
     reason: str = ""
 
 
@@ -174,7 +199,8 @@ def arithmetic_bytes(
     config: PreTrainedConfig, cache: str, context: int, batch: int, dtype: torch.dtype
 ) -> int | None:
     """Keys and values of every token that a layer keeps, scales and biases included."""
-    bits = {"dynamic": (16, 16), "static": (16, 16), **WIDTHS}.get(cache)
+    sixteen = {"dynamic", "dynamic" + FLASH, "static"}
+    bits = (16, 16) if cache in sixteen else WIDTHS.get(cache)
     if bits is None:
         return None
     total = 0
@@ -201,10 +227,10 @@ def fill_by_updates(cache: Any, config: PreTrainedConfig, context: int, batch: i
 
 def fill_nybble(cache: Any, config: PreTrainedConfig, context: int, batch: int, w: Any) -> None:
     for layer, (heads, dim, window) in zip(cache.layers, layer_sizes(config)):
-        held = context if window is None else min(context, window)
-        at_once = min(held, FILL_TOKENS if window is None else WINDOW_FILL_TOKENS)
+        layer.lazy_initialization(*random_rows(batch, heads, 1, dim, w))
+        held = min(context, window) if window is not None and layer.rotates else context
+        at_once = min(held, WINDOW_FILL_TOKENS if layer.rotates else FILL_TOKENS)
         rows = random_rows(batch, heads, at_once, dim, w)
-        layer.lazy_initialization(*rows)
         for start in range(0, held, at_once):
             tokens = min(at_once, held - start)
             layer.stored.append(*(x[:, :, :tokens] for x in rows))
@@ -222,7 +248,7 @@ def make_cache(name: str, model: Any, context: int, batch: int, room: int) -> An
         cache.reserve(context + room)
         fill_nybble(cache, config, context, batch, weight)
         return cache
-    if name == "dynamic":
+    if name.startswith("dynamic"):
         cache = DynamicCache(config=config)
     elif name == "static":
         cache = StaticCache(config=config, max_cache_len=context + room)
@@ -294,39 +320,93 @@ def static_graph(model: Any, cache: Any, batch: int, context: int) -> Callable[[
     return graph.replay
 
 
-def measure(line: Line, model: Any, steps: int, warmup: int) -> None:
-    device = model.device.type
-    name, graphed = line.cache.removesuffix(GRAPH), line.cache.endswith(GRAPH)
-    room = warmup + steps + 8
-    line.arithmetic_bytes = arithmetic_bytes(
-        model.config, name, line.context, line.batch, model.dtype
-    )
-    cache = make_cache(name, model, line.context, line.batch, room)
-    line.cache_bytes = bytes_of(cache)
-    if not graphed:
-        step = eager_step(model, cache, line.batch)
-    elif name == "static":
-        step = static_graph(model, cache, line.batch, line.context)
-    else:
-        eager_step(model, cache, line.batch)()  # compiles what the graph will hold
-        step = nybble.transformers.DecodeGraph(model, cache).greedy
+def generate_times(model: Any, cache: Any, line: Line, steps: int, warmup: int) -> list[float]:
+    """Seconds of generate()'s steps, behind a prompt that the cache holds but for its last token."""
+    ids = torch.ones(line.batch, line.context + 1, dtype=torch.long, device=model.device)
+    ends: list[float] = []
+
+    def note(ids: torch.Tensor, scores: Any, **_: Any) -> torch.Tensor:
+        wait(model.device.type)
+        ends.append(time.perf_counter())
+        return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
+
+    stops = StoppingCriteriaList([note])
+    if isinstance(cache, nybble.transformers.NybbleCache):
+        nybble.transformers.patch_decode(model)
+    try:
+        tokens = warmup + steps + 1
+        model.generate(
+            ids, cache=cache, max_new_tokens=tokens, do_sample=False, stopping_criteria=stops
+        )
+    finally:
+        nybble.transformers.unpatch_decode(model)
+    return [end - start for start, end in zip(ends, ends[1:])][warmup:]
+
+
+def step_times(
+    step: Callable[[], Any], device: str, steps: int, warmup: int, seconds: float
+) -> list[float]:
     for _ in range(warmup):
         step()
     wait(device)
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(steps):
+    begin = time.perf_counter()
+    times: list[float] = []
+    while len(times) < steps:
+        if len(times) >= FEWEST_STEPS and time.perf_counter() - begin > seconds:
+            break
         start = time.perf_counter()
         step()
         wait(device)
         times.append(time.perf_counter() - start)
+    return times
+
+
+def measure(line: Line, model: Any, options: argparse.Namespace) -> None:
+    device, steps, warmup = model.device.type, options.steps, options.warmup
+    name = line.cache.removesuffix(GRAPH).removesuffix(GENERATE)
+    room = warmup + steps + 8
+    line.arithmetic_bytes = arithmetic_bytes(
+        model.config, name, line.context, line.batch, model.dtype
+    )
+    if device != "cpu":
+        line.model_bytes = torch.cuda.memory_allocated()
+    cache = make_cache(name, model, line.context, line.batch, room)
+    line.cache_bytes = bytes_of(cache)
+    if line.cache == "static" + GRAPH:
+        step = static_graph(model, cache, line.batch, line.context)
+    elif line.cache.endswith(GRAPH):
+        eager_step(model, cache, line.batch)()  # compiles what the graph will hold
+        step = nybble.transformers.DecodeGraph(model, cache).greedy
+    else:
+        step = eager_step(model, cache, line.batch)
+    wait(device)
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+    if line.cache.endswith(GENERATE):
+        times = generate_times(model, cache, line, steps, warmup)
+    else:
+        times = step_times(step, device, steps, warmup, options.line_seconds)
     seconds = statistics.median(times)
+    line.steps = len(times)
     line.step_ms, line.tokens_per_second = seconds * 1e3, line.batch / seconds
     if device != "cpu":
         line.peak_bytes = torch.cuda.max_memory_allocated()
     else:
         line.peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def too_large(line: Line, model: Any) -> str:
+    """Why a line cannot fit into the GPU's memory; "" where it may."""
+    if model.device.type == "cpu":
+        return ""
+    name = line.cache.removesuffix(GRAPH).removesuffix(GENERATE)
+    kind = "nybble4" if name in ("quanto4", "hqq4") else "nybble8" if name == "fp8" else name
+    needed = arithmetic_bytes(model.config, kind, line.context, line.batch, model.dtype) or 0
+    free_bytes = torch.cuda.mem_get_info()[0]
+    if needed <= free_bytes:
+        return ""
+    gib = 2.0**30
+    return f"does not fit: {needed / gib:.0f} GiB of keys and values, {free_bytes / gib:.0f} free"
 
 
 def free(device: str) -> None:
@@ -335,27 +415,38 @@ def free(device: str) -> None:
         torch.cuda.empty_cache()
 
 
+def measure_or_say_why(line: Line, model: Any, options: argparse.Namespace) -> None:
+    line.reason = too_large(line, model)
+    if line.reason:
+        return
+    chooses = line.cache.removesuffix(GENERATE) == "dynamic"
+    try:
+        with nullcontext() if chooses else sdpa_kernel(WITHOUT_CUDNN):
+            measure(line, model, options)
+    except torch.OutOfMemoryError:
+        line.reason = "out of memory"
+    except Exception as error:
+        line.reason = f"{type(error).__name__}: {error}".split("\n")[0]
+
+
 def lines(options: argparse.Namespace) -> Iterator[Line]:
     dtype = getattr(torch, options.dtype)
     end = time.monotonic() + options.seconds
     for name in options.models:
-        model = make_model(name, options.device, dtype)
-        for context in options.contexts:
-            for batch in options.batches:
-                for cache in options.caches:
-                    line = Line(name, cache, context, batch)
-                    if time.monotonic() > end:
-                        line.reason = f"not begun within --seconds {options.seconds}"
-                        yield line
-                        continue
-                    try:
-                        measure(line, model, options.steps, options.warmup)
-                    except torch.OutOfMemoryError:
-                        line.reason = "out of memory"
-                    except Exception as error:
-                        line.reason = f"{type(error).__name__}: {error}".split("\n")[0]
-                    free(options.device)
-                    yield line
+        model = None
+        for context, batch, cache in itertools.product(
+            options.contexts, options.batches, options.caches
+        ):
+            line = Line(name, cache, context, batch)
+            if time.monotonic() > end:
+                line.reason = f"not begun within --seconds {options.seconds}"
+                yield line
+                continue
+            if model is None:
+                model = make_model(name, options.device, dtype)
+            measure_or_say_why(line, model, options)
+            free(options.device)
+            yield line
         del model
         free(options.device)
 
@@ -363,7 +454,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 # ---- The table -----------------------------------------------------------------------------------
 
 HEAD = (
-    f"{'model':<12} {'context':>7} {'batch':>5} {'cache':<14} {'tokens/s':>9} {'ms/step':>8} "
+    f"{'model':<12} {'context':>7} {'batch':>5} {'cache':<16} {'tokens/s':>9} {'ms/step':>8} "
     f"{'cache GiB':>9} {'arithm.':>8} {'peak GiB':>8}"
 )
 
@@ -374,13 +465,15 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
 
 def row(line: Line) -> str:
     gib = 2.0**30
-    start = f"{line.model:<12} {line.context:>7} {line.batch:>5} {line.cache:<14} "
+    start = f"{line.model:<12} {line.context:>7} {line.batch:>5} {line.cache:<16} "
     if line.tokens_per_second is None:
         return f"{start} {line.reason}"
+    assert line.peak_bytes is not None
+    beside_model = line.peak_bytes - (line.model_bytes or 0)
     return (
         f"{start}{number(line.tokens_per_second, '9.1f')} {number(line.step_ms, '8.2f')} "
         f"{number(line.cache_bytes, '9.3f', gib)} {number(line.arithmetic_bytes, '.3f', gib):>8} "
-        f"{number(line.peak_bytes, '8.2f', gib)}"
+        f"{number(beside_model, '8.3f', gib)}"
     )
 
 
@@ -397,13 +490,17 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     shipped = [name for name in MODELS if not name.startswith("tiny")]
-    caches = [*OTHERS, *WIDTHS, "static+graph", *(w + GRAPH for w in WIDTHS)]
+    own = [width + way for width in WIDTHS for way in ("", GRAPH, GENERATE)]
+    caches = [*OTHERS, *own, "static" + GRAPH, "dynamic" + GENERATE, "quanto4" + GENERATE]
     parser.add_argument("--models", type=lambda t: listed(t, str, MODELS), default=shipped)
-    parser.add_argument("--contexts", type=lambda t: listed(t, int), default=[8192, 32768, 131072])
+    parser.add_argument("--contexts", type=lambda t: listed(t, int), default=[32768, 131072, 8192])
     parser.add_argument("--batches", type=lambda t: listed(t, int), default=[1, 16])
     parser.add_argument("--caches", type=lambda t: listed(t, str, caches), default=list(USUAL))
     parser.add_argument("--steps", type=int, default=16, help="decode steps that are timed")
     parser.add_argument("--warmup", type=int, default=5, help="and before them")
+    parser.add_argument(
+        "--line-seconds", type=float, default=2, help="time no further step of a line after so many"
+    )
     parser.add_argument("--device", default="cuda", help="cuda or cpu")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--seconds", type=float, default=3600, help="begin no line after so many")

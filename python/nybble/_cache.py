@@ -278,6 +278,13 @@ class Cache:
             check(status)
         return self._view
 
+    def _place(self) -> tuple[int, ...]:
+        """The same for as long as tokens go where they go now: a graph captured then still fits."""
+        view = self._current()
+        memory = (view.k.codes, view.lengths, view.ring.offsets, view.pages.table)
+        addresses = (int(ffi.cast("uintptr_t", pointer)) for pointer in memory)
+        return (*addresses, view.batch, view.capacity_tokens)
+
     def keys(self, kind: str = "numpy") -> Quantized | Array:
         """The keys held, as arrays over this cache's own memory: no copy.
 

@@ -10,6 +10,10 @@ Importing this module registers the attention implementation "nybble" and its ma
 models that are called without a cache, or with transformers' own: it then reads their tensors. It
 computes where the model is, on the CPU or a CUDA device, and for inference alone.
 
+    nybble.transformers.patch_decode(model)
+
+makes generate() replay its decode steps as a CUDA graph, and
+
     nybble.transformers.patch_mlp(model)
 
 puts one call of `nybble.geglu` in place of a Gemma model's gelu_tanh(gate) * up.
@@ -37,6 +41,13 @@ from ._arrays import HOST, device_of
 from ._attention import attention
 from ._cache import Cache
 from ._context import Context, default_context
+from ._decode_graph import (
+    DecodeGraph,
+    DecodeGraphs,
+    left_padding,
+    patch_decode,
+    unpatch_decode,
+)
 from ._errors import NybbleError, check, refuse
 from ._formats import Format, affine
 from ._geglu import geglu, path_id
@@ -44,11 +55,14 @@ from ._nybble import ffi, lib
 
 __all__ = [
     "DecodeGraph",
+    "DecodeGraphs",
     "NybbleCache",
     "NybbleLayer",
     "attention_forward",
     "attention_mask",
+    "patch_decode",
     "patch_mlp",
+    "unpatch_decode",
     "unpatch_mlp",
 ]
 
@@ -118,11 +132,21 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.is_sliding = self.rotates = sliding_window is not None
         self.context = context
         self._room = 0
-        self.stored: Cache | None = None
+        self._stored: Cache | None = None
+        # Tokens that replayed graphs have appended, and that the stored cache has not counted yet.
+        self._replayed = 0
         # Tokens of a sequence as transformers counts them, padding included.
         self.cumulative_length = 0
         self.has_padding = False
         self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def stored(self) -> Cache | None:
+        """What holds the tokens; None before the first update. It has counted all of them: on CUDA
+        this waits where graphs were replayed since."""
+        if self._replayed:
+            self.refresh()
+        return self._stored
 
     def _format(self, bits: int, dtype: torch.dtype) -> Format:
         return affine(bits, self.group_size, str(dtype).rpartition(".")[2])
@@ -132,7 +156,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         context = self.context or default_context(device_of(key_states))
         # The library's caches of other kinds, and padding that is left out, are the CPU's alone.
         self.rotates = self.is_sliding and context.device == HOST
-        self.stored = Cache(
+        self._stored = Cache(
             self.batch_size,
             heads,
             key_dim,
@@ -235,8 +259,8 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         """Empty; the next update may be of another batch."""
-        self.stored, self._waiting, self.is_initialized = None, None, False
-        self.cumulative_length, self.has_padding = 0, False
+        self._stored, self._waiting, self.is_initialized = None, None, False
+        self.cumulative_length, self._replayed, self.has_padding = 0, 0, False
         if hasattr(self, "batch_size"):
             del self.batch_size
 
@@ -248,10 +272,23 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def refresh(self) -> None:
         """On CUDA: wait, and count what replayed graphs have appended since."""
-        if self.stored is not None:
-            before = len(self.stored)
-            self.stored.refresh()
-            self.cumulative_length += len(self.stored) - before
+        if self._stored is not None:
+            before = len(self._stored)
+            self._stored.refresh()
+            self.cumulative_length += len(self._stored) - before - self._replayed
+            self._replayed = 0
+
+    def count_replay(self) -> None:
+        """A replayed graph has appended a token."""
+        self.cumulative_length += 1
+        self._replayed += 1
+
+    def forget_capture(self, tokens: int) -> None:
+        """A step was captured, or partly, and has not run: the layer holds so many tokens still."""
+        self._waiting = None
+        if self._stored is not None:
+            self._stored.refresh()
+        self.cumulative_length = tokens
 
     def _reorder(self, sources: Sequence[int]) -> None:
         if self.stored is not None:
@@ -343,6 +380,11 @@ class NybbleCache(TransformersCache):
             _check_supported(context or default_context(), i, layer_config, dim, window)
             layers.append(NybbleLayer(key_bits[i], other_bits[i], group_size, window, context))
         super().__init__(layers=layers)
+        # Of `patch_decode` and its model: the captured step; where the tokens were at the last eager
+        # one; whether one is being captured.
+        self.graph: DecodeGraph | None = None
+        self.warm: Any = None
+        self.capturing = False
 
     def _layers(self) -> Iterator[NybbleLayer]:
         return (layer for layer in self.layers if isinstance(layer, NybbleLayer))
@@ -406,88 +448,6 @@ def _check_supported(
         raise NybbleError(f"layer {layer} of {config.model_type}: {error}", error.status) from None
 
 
-# ---- One decode step as a CUDA graph ----------------------------------------------------------
-
-
-class DecodeGraph:
-    """A model's decode step over a NybbleCache, captured once and replayed: no time goes by on the
-    host. The cache's lengths and the positions are on the device, and move along there.
-
-        cache.reserve(ids.shape[1] + 256)
-        model(ids, cache=cache)                     # the prompt, and one token, eagerly
-        model(token, cache=cache)
-        graph = DecodeGraph(model, cache)
-        logits = graph.step(token)                  # [batch, 1, vocabulary], until the next step
-        graph.finish()                              # the cache knows its length again
-
-    Args:
-        model: on a CUDA device, with attn_implementation="nybble".
-        cache: holds the prompt, which has no padding, and a token that was decoded eagerly (that
-            compiles the kernels), and has room for what is to come.
-
-    Raises:
-        NybbleError: POINTER where the cache is not on a CUDA device; LENGTH where it is empty, or
-            full (from `step`).
-    """
-
-    def __init__(self, model: Any, cache: NybbleCache) -> None:
-        self.cache = cache
-        layers = list(cache._layers())
-        stored = [layer.stored for layer in layers if layer.stored is not None]
-        if not stored or len(stored) < len(layers) or cache.get_seq_length() == 0:
-            raise refuse("the cache is empty; it must hold a prompt", lib.NYB_ERROR_LENGTH)
-        if stored[0].device == HOST:
-            raise refuse(
-                "the cache is on the CPU; a graph is captured on a CUDA device",
-                lib.NYB_ERROR_POINTER,
-            )
-        self._room = min(
-            (
-                layer.stored.usage().capacity_tokens - layer.cumulative_length
-                for layer in layers
-                if layer.stored is not None and layer.sliding_window is None
-            ),
-            default=1 << 31,
-        )
-        device, batch = f"cuda:{stored[0].device}", stored[0].batch
-        self.token = torch.zeros(batch, 1, dtype=torch.long, device=device)
-        self._position = torch.full((batch, 1), cache.get_seq_length(), device=device)
-        with torch.no_grad(), torch.cuda.device(device):
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self._graph):
-                self.logits = self._forward(model)
-                self._next = self.logits[:, -1:].argmax(-1)
-                self._position.add_(1)
-            cache.refresh()  # nothing of that has run
-
-    def _forward(self, model: Any) -> torch.Tensor:
-        made: torch.Tensor = model(
-            self.token, position_ids=self._position, cache=self.cache, use_cache=True
-        ).logits
-        return made
-
-    def _replay(self) -> None:
-        if self._room <= 0:
-            raise refuse("the cache is full; reserve more and capture again", lib.NYB_ERROR_LENGTH)
-        self._room -= 1
-        self._graph.replay()
-
-    def step(self, token: torch.Tensor) -> torch.Tensor:
-        """Decode [batch, 1] tokens; returns the logits, which the next step overwrites."""
-        self.token.copy_(token)
-        self._replay()
-        return self.logits
-
-    def greedy(self) -> torch.Tensor:
-        """Decode what is in `token`, and put the likeliest next ones there: [batch, 1]."""
-        self._replay()
-        return self.token.copy_(self._next)
-
-    def finish(self) -> None:
-        """Wait, and let the cache know how far it has come."""
-        self.cache.refresh()
-
-
 # ---- Masks -------------------------------------------------------------------------------------
 
 
@@ -520,11 +480,9 @@ def attention_mask(
         if attention_mask is None:
             return None
         if attention_mask.shape[-1] == q_offset + q_length:
-            seen = attention_mask.bool()
-            starts = (seen.cumsum(-1) == 0).sum(-1)
-            is_left_padding = bool((seen.sum(-1) + starts == seen.shape[-1]).all())
-            if is_left_padding:
-                return starts.to(torch.int32).view(-1, 1, 1, 1) if bool(starts.any()) else None
+            starts = left_padding(attention_mask)
+            if starts is not None:
+                return starts.view(-1, 1, 1, 1) if bool(starts.any()) else None
     return sdpa_mask(
         batch_size=batch_size,
         q_length=q_length,

@@ -28,13 +28,14 @@ def bench() -> Any:
 
 def test_table_and_json(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lines.json"
-    caches = "dynamic,static,fp8,quanto4,nybble8,nybble4,k8v4,nybble4+graph"
+    caches = "dynamic,dynamic-flash,static,fp8,quanto4,nybble8,nybble4,k8v4,nybble4+graph"
+    caches += ",nybble4+generate,dynamic+generate"
     words = ["--models", "tiny,tiny-gemma", "--contexts", "192", "--batches", "1,3"]
-    words += ["--caches", caches, "--device", "cpu", "--steps", "2", "--warmup", "1"]
+    words += ["--caches", caches, "--device", "cpu", "--steps", "3", "--warmup", "1"]
     assert bench.main([*words, "--json", str(file)]) == 0
     printed = capsys.readouterr().out.splitlines()
     lines = json.loads(file.read_text())["lines"]
-    assert len(lines) == 2 * 2 * 8 == len(printed) - 2
+    assert len(lines) == 2 * 2 * 11 == len(printed) - 2
     for line, text in zip(lines, printed[2:]):
         assert text.split()[:4] == [line[k] if k in ("model", "cache") else str(line[k])
                                     for k in ("model", "context", "batch", "cache")]  # fmt: skip

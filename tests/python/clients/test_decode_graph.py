@@ -1,0 +1,266 @@
+# SPDX-License-Identifier: Apache-2.0
+"""generate() with captured decode steps, without a GPU: a graph that is replayed runs the step again,
+from the same tensors. What a replay does to the cache's counts it does by itself."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from test_transformers import CONFIGS, WAYS, left_padded, prompt, tiny
+
+import nybble.transformers as ours
+from nybble import NybbleError, _decode_graph
+from nybble.transformers import NybbleCache, NybbleLayer
+
+torch.set_num_threads(1)  # the models are tiny
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture
+def graphs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def capture(step: Any, device: str) -> Callable[[], None]:
+        graph, cache = step.func.__self__, step.args[1]
+        for layer in cache._layers():  # as recording does
+            layer.cumulative_length += 1
+        logits: list[torch.Tensor] = []
+
+        def replay() -> None:
+            cache.capturing = True  # the model's own forward
+            step()
+            cache.capturing = False
+            logits.append(graph.logits)
+            graph.logits = logits[0].copy_(graph.logits)  # the same memory every time
+
+        return replay
+
+    monkeypatch.setattr(_decode_graph, "_capture", capture)
+    monkeypatch.setattr(NybbleLayer, "count_replay", lambda self: None)
+
+
+def generated(model: Any, ids: torch.Tensor, room: int = 64, **options: Any) -> Any:
+    cache = NybbleCache(model.config, 8)
+    cache.reserve(room)
+    torch.manual_seed(1)
+    return cache, model.generate(ids, cache=cache, max_new_tokens=12, **options)
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "left-padded"])
+@pytest.mark.parametrize(
+    ("kind", "way"), [("llama", way) for way in WAYS] + [(kind, "greedy") for kind in CONFIGS][1:]
+)
+def test_generate(graphs_here: None, kind: str, way: str, padded: bool) -> None:
+    """The tokens that the model has without."""
+    ids, mask = left_padded() if padded else (prompt(3, 20), None)
+    options = {"attention_mask": mask, **WAYS[way]}
+    model = tiny(kind, "nybble")
+    cache, expected = generated(model, ids, **options)
+    graphs = ours.patch_decode(model)
+    patched, found = generated(model, ids, **options)
+    assert torch.equal(found, expected) and graphs.reason is None
+    assert patched.get_seq_length() == cache.get_seq_length()
+    steps = graphs.replayed + graphs.eager
+    assert steps == 11
+    if way.startswith("beams"):
+        assert graphs.captured == 0  # reordering moves the tokens
+    else:
+        assert graphs.captured == 1 and graphs.eager == 1
+
+
+def test_end_of_sequence(graphs_here: None) -> None:
+    """Sequences end where they end without."""
+    model, ids = tiny("llama", "nybble"), prompt(3, 20)
+    _, free = generated(model, ids, do_sample=False)
+    ends = int(free[1, 20 + 5])
+    _, expected = generated(model, ids, do_sample=False, eos_token_id=ends)
+    assert bool((expected[1, 20:] == 0).any()), "padded behind its end"
+    ours.patch_decode(model)
+    _, found = generated(model, ids, do_sample=False, eos_token_id=ends)
+    assert torch.equal(found, expected)
+
+
+def test_cache_that_grows_is_captured_anew(graphs_here: None) -> None:
+    model, ids = tiny("llama", "nybble"), prompt(2, 20)
+    _, expected = generated(model, ids, do_sample=False)
+    graphs = ours.patch_decode(model)
+    cache, found = generated(model, ids, room=24, do_sample=False)
+    assert torch.equal(found, expected) and graphs.reason is None
+    assert cache.layers[0].stored.usage().reallocations == 1
+    assert (graphs.captured, graphs.eager, graphs.replayed) == (2, 2, 9)
+
+
+def test_assisted(graphs_here: None) -> None:
+    """Steps of several tokens and crop in between."""
+    model, assistant = tiny("llama", "nybble"), tiny("llama", "nybble", layers=1)
+    ids = prompt(1, 20)
+    _, expected = generated(model, ids, do_sample=False)
+    ours.patch_decode(assistant)
+    ours.patch_decode(model)
+    _, found = generated(model, ids, do_sample=False, assistant_model=assistant)
+    assert torch.equal(found, expected)
+
+
+def test_calls_of_ones_own(graphs_here: None) -> None:
+    """Positions given or not, logits that stay, crop and reuse, another mask."""
+    plain, model = tiny("llama", "nybble"), tiny("llama", "nybble")
+    graphs = ours.patch_decode(model)
+    ids, mask = left_padded()
+    caches = [NybbleCache(m.config, 8) for m in (plain, model)]
+    for cache in caches:
+        cache.reserve(64)
+    kept = []
+    for i, token in enumerate([ids, *prompt(3, 8).split(1, 1)]):
+        length = 20 + i if i < 5 else 20 + i - 3
+        options: dict[str, Any] = {"attention_mask": torch.ones(3, length, dtype=torch.long)}
+        options["attention_mask"][:, :20] = mask
+        if i % 2:
+            options["position_ids"] = options["attention_mask"].cumsum(-1)[:, -token.shape[1] :] - 1
+        if i == 5:
+            for cache in caches:
+                cache.crop(-3)
+        expected, found = (
+            m(token, cache=cache, **options).logits for m, cache in zip((plain, model), caches)
+        )
+        kept.append((expected, found))
+    assert all(torch.equal(*both) for both in kept)
+    assert graphs.captured == 1 and graphs.replayed == 7
+    assert caches[1].get_seq_length() == caches[1].layers[2].cumulative_length == 25
+    # Other padding, to which the steps before are blind on the CPU; none, which is another graph.
+    mask = torch.ones(3, 26, dtype=torch.long)
+    mask[0, :5] = 0
+    for m, cache in zip((plain, model), caches):
+        m(prompt(3, 1), cache=cache, attention_mask=mask)
+    assert graphs.captured == 1 and caches[1].graph._starts.flatten().tolist() == [5, 0, 0]
+    token = prompt(3, 1)
+    expected, found = (m(token, cache=c).logits for m, c in zip((plain, model), caches))
+    assert torch.equal(expected, found) and graphs.captured == 2 and graphs.reason is None
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "hidden states": ({"output_hidden_states": True}, "the call has output_hidden_states"),
+    "embeddings": ({"token_type_ids": torch.zeros(2, 1)}, "the call has token_type_ids"),
+    "positions": ({"position_ids": torch.full((1, 1), 22)}, r"position_ids are \(1, 1\)"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_steps_without_a_graph(graphs_here: None, name: str) -> None:
+    """The step is computed as before, and says why."""
+    options, words = REFUSED[name]
+    plain, model = tiny("llama", "nybble"), tiny("llama", "nybble")
+    graphs = ours.patch_decode(model)
+    logits = []
+    for one in (plain, model):
+        cache = NybbleCache(one.config, 8)
+        cache.reserve(64)
+        one(prompt(2, 20), cache=cache)
+        for i in range(4):
+            given = options if i == 2 else {}
+            if one is model and given:
+                with pytest.warns(UserWarning, match=words):
+                    made = one(prompt(2, 1), cache=cache, **given)
+            else:
+                made = one(prompt(2, 1), cache=cache, **given)
+            logits.append(made.logits)
+    assert all(torch.equal(a, b) for a, b in zip(logits[:4], logits[4:]))
+    assert (graphs.captured, graphs.replayed, graphs.eager) == (1, 2, 2)
+
+
+def test_modes_without_a_graph(graphs_here: None) -> None:
+    model = tiny("llama", "nybble").requires_grad_(False)
+    graphs = ours.patch_decode(model)
+    cache = NybbleCache(model.config, 8)
+    cache.reserve(64)
+    model(prompt(2, 20), cache=cache)
+    token, mask = prompt(2, 1), torch.ones(2, 21, dtype=torch.long)
+    mask[:, 3] = 0
+    model(token, cache=cache)
+    cache.crop(-1)
+    with pytest.warns(UserWarning, match="attention_mask hides more than padding"):
+        model(token, cache=cache, attention_mask=mask)
+    with torch.enable_grad(), pytest.warns(UserWarning, match="gradients are enabled"):
+        model(token, cache=cache)
+    with pytest.warns(UserWarning, match="in training mode"):
+        model.train()(token, cache=cache)
+    model.eval()
+    with torch.autocast("cpu"), pytest.warns(UserWarning, match="autocast is enabled"):
+        model(token, cache=cache)
+    assert graphs.captured == graphs.replayed == 0 and graphs.eager == 5
+    model(token, cache=cache)
+    assert graphs.captured == graphs.replayed == 1
+
+
+def test_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that no graph can hold is computed as before; it is tried once."""
+    tried = []
+
+    def capture(step: Any, device: str) -> Any:
+        tried.append(device)
+        layer = step.args[1].layers[0]
+        layer.update(*(torch.zeros(2, 2, 1, 64) for _ in range(2)))
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    monkeypatch.setattr(_decode_graph, "_capture", capture)
+    model, ids = tiny("llama", "nybble"), prompt(2, 20)
+    _, expected = generated(model, ids, do_sample=False)
+    graphs = ours.patch_decode(model)
+    with pytest.warns(UserWarning, match="without a CUDA graph: capturing failed: RuntimeError"):
+        cache, found = generated(model, ids, do_sample=False)
+    assert torch.equal(found, expected) and tried == ["cpu"]
+    assert cache.layers[1].stored.lengths == [31, 31] and cache.get_seq_length() == 31
+    assert graphs.reason == (
+        "capturing failed: RuntimeError: operation not permitted when stream is capturing"
+    )
+    generated(model, ids, do_sample=False)
+    assert tried == ["cpu"] and graphs.captured == graphs.replayed == 0
+
+
+def test_on_the_cpu() -> None:
+    model, ids = tiny("llama", "nybble"), prompt(2, 20)
+    _, expected = generated(model, ids, do_sample=False)
+    graphs = ours.patch_decode(model)
+    with pytest.warns(UserWarning, match="the cache is on the CPU; a graph is captured on a CUDA"):
+        _, found = generated(model, ids, do_sample=False)
+    assert torch.equal(found, expected) and graphs.replayed == 0 and graphs.eager == 11
+
+
+def test_patch_and_unpatch(graphs_here: None) -> None:
+    model, ids = tiny("llama", "nybble"), prompt(2, 20)
+    graphs = ours.patch_decode(model)
+    assert ours.patch_decode(model) is graphs
+    model.generate(ids, max_new_tokens=4)  # transformers' own cache
+    assert graphs.eager == graphs.replayed == 0
+    other = copy.deepcopy(model)
+    generated(other, ids)
+    assert graphs.replayed == 0 and other.decode_graphs.replayed == 10
+    with pytest.raises(NybbleError, match="another model or batch"):
+        cache, _ = generated(model, ids)
+        model(prompt(3, 1), cache=cache)
+    assert ours.unpatch_decode(model) and not ours.unpatch_decode(model)
+    assert "forward" not in vars(model)
+    generated(model, ids)
+
+
+def test_room_of_a_graph(graphs_here: None) -> None:
+    """The graph of one's own: what is full is refused, and a cropped cache has room again."""
+    model, ids = tiny("llama", "nybble"), prompt(2, 20)
+    cache = NybbleCache(model.config, 8)
+    cache.reserve(24)
+    model(ids, cache=cache)
+    graph = ours.DecodeGraph(model, cache)
+    assert graph.room == 4
+    for left in (3, 2, 1, 0):
+        logits = graph.step(prompt(2, 1))
+        assert logits.shape == (2, 1, 200) and graph.room == left
+    with pytest.raises(NybbleError, match="the cache is full"):
+        graph.step(prompt(2, 1))
+    cache.crop(-2)
+    assert graph.room == 2 and torch.equal(graph.greedy(), graph.token)
