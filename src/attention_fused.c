@@ -404,15 +404,23 @@ static void fetch_rows(const char *row, int64_t stride_bytes, int64_t rows, int6
   }
 }
 
-/* Asks for what a tile that will be gathered has behind its first gap. */
+/* What a tile that will be gathered has behind its first gap: pieces such as a kernel fetches are
+ * left to it, the codes of others asked for here. */
 static void fetch_gathered(const fused_run *run, const unit *u, const nyb_part_rows *rows,
-                           const token_tile *tile, const nyb_tile_tokens *first) {
+                           const token_tile *tile, const nyb_tile_tokens *first, nyb_ahead *ahead) {
   const nyb_row_layout *layout = &rows->layout;
+  int64_t before = first->tokens;
   for (int64_t t = first->tokens, count; t < tile->tokens; t += count) {
     const nyb_place place = nyb_place_of(run->call->attention, u->batch, tile->first + t);
     count = place.run < tile->tokens - t ? place.run : tile->tokens - t;
     const nyb_tile_tokens piece = nyb_tile_at(rows, u->kv_head, &place, count);
-    fetch_rows(piece.codes, piece.codes_stride_bytes, count, layout->codes_bytes);
+    if (ahead->piece_count < NYB_AHEAD_PIECES && before == ahead->rows && count <= ahead->rows &&
+        first->codes_stride_bytes == layout->codes_bytes) {
+      ahead->pieces[ahead->piece_count++] = piece.codes;
+    } else {
+      fetch_rows(piece.codes, piece.codes_stride_bytes, count, layout->codes_bytes);
+    }
+    before = count;
     if (!layout->affine) continue;
     const int64_t group_bytes = layout->groups * (int64_t)layout->scale_bytes;
     fetch_rows(piece.scales, piece.scales_stride_bytes, count, group_bytes);
@@ -420,15 +428,15 @@ static void fetch_gathered(const fused_run *run, const unit *u, const nyb_part_r
   }
 }
 
-/* Scales and biases are few lines, which are asked for here; codes are left to the kernel, but for
- * those behind a gap. */
+/* Scales and biases are few lines, which are asked for here; codes are left to the kernel. */
 static nyb_ahead ahead_of(const fused_run *run, const unit *u, const nyb_part_rows *rows,
                           const token_tile *tile, const nyb_tile_tokens *first) {
-  if (first->tokens < tile->tokens) fetch_gathered(run, u, rows, tile, first);
-  const nyb_ahead ahead = {.first = first->codes,
-                           .stride_bytes = first->codes_stride_bytes,
-                           .rows = first->tokens,
-                           .row_bytes = rows->layout.codes_bytes};
+  nyb_ahead ahead = {.pieces = {first->codes},
+                     .piece_count = 1,
+                     .stride_bytes = first->codes_stride_bytes,
+                     .rows = first->tokens,
+                     .row_bytes = rows->layout.codes_bytes};
+  if (first->tokens < tile->tokens) fetch_gathered(run, u, rows, tile, first, &ahead);
   if (!rows->layout.affine) return ahead;
   const int64_t stride = first->scales_stride_bytes;
   const int64_t step = stride > LINE_BYTES ? stride : LINE_BYTES;

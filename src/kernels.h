@@ -96,11 +96,14 @@ typedef struct nyb_tile_tokens {
 } nyb_tile_tokens;
 
 /* Rows of codes that the caller will need next, for a kernel to fetch into the caches meanwhile. It
- * never reads them. */
+ * never reads them. Several pieces (pages) are as long as each other, the last one perhaps shorter,
+ * and without gaps in them. */
+enum { NYB_AHEAD_PIECES = 4 };
 typedef struct nyb_ahead {
-  const char *first;
+  const char *pieces[NYB_AHEAD_PIECES]; /* the first row of each */
+  int64_t piece_count;
   int64_t stride_bytes, row_bytes;
-  int64_t rows; /* 0: none */
+  int64_t rows; /* of a piece; 0: none */
 } nyb_ahead;
 
 /* Brings query rows into the order and number type in which `scores` of the same format and ISA
