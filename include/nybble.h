@@ -34,7 +34,7 @@
  *             must be NULL, and the call has finished when it returns. On CUDA it is a CUstream
  *             (NULL: the default one), the call returns once the work is queued there, and every
  *             data pointer of a descriptor, lengths, other numbers and workspace too, is device
- *             memory.
+ *             memory, unless its field says otherwise.
  *   Run calls (nyb_*_run, nyb_cache_append while it need not grow) do not allocate.
  */
 #ifndef NYBBLE_H
@@ -615,7 +615,8 @@ typedef struct nyb_append {
   nyb_input value;     /* [batch, kv_heads, tokens, value_dim] */
   int32_t *non_finite; /* CUDA: as in nyb_quantize; it is also set where a sequence was full */
   /* Optional, [batch]: so many of each sequence's `tokens` rows, the first ones, are padding and
-   * are not stored (a left-padded batch), 0 to tokens. */
+   * are not stored (a left-padded batch), 0 to tokens. On CUDA too this is memory of the host,
+   * which is read before the call returns. */
   const int32_t *padding;
 } nyb_append;
 
@@ -626,7 +627,8 @@ NYB_API nyb_status nyb_cache_append(nyb_cache *cache, const nyb_append *append, 
 
 /* Makes room for `tokens` tokens in each sequence, so that appends up to there do not allocate. A
  * rotating cache makes room for its window at most, and grows for an append of more than one token;
- * a paged one still takes pages for copies of shared ones. */
+ * a paged one still takes pages for copies of shared ones, but on CUDA, where every sequence gets
+ * pages of its own. */
 NYB_API nyb_status nyb_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_stream stream);
 
 #define NYB_ALL_SEQUENCES (-1)
@@ -647,7 +649,7 @@ NYB_API nyb_status nyb_cache_reorder(nyb_cache *cache, const int64_t *sources, i
 /* Empties the cache; memory is kept. */
 NYB_API nyb_status nyb_cache_reset(nyb_cache *cache, nyb_stream stream);
 
-/* CUDA: an append takes its positions from the lengths in device memory and moves them along, so
+/* CUDA: an append takes its positions from the numbers in device memory and moves them along, so
  * that a captured graph appends one token further at each replay; the host counts only the calls.
  * This waits for the stream and takes the host's counts from the device. On the CPU: nothing. */
 NYB_API nyb_status nyb_cache_refresh(nyb_cache *cache, nyb_stream stream);

@@ -85,27 +85,6 @@ static nyb_status check_kind_ranges(const nyb_cache_options *options) {
   return status;
 }
 
-/* On CUDA caches are of one kind. */
-static nyb_status check_cuda_kind(const nyb_cache_options *options) {
-  const struct {
-    const char *name;
-    int64_t value;
-  } fields[] = {{"window_tokens", options->window_tokens},
-                {"window_keep_tokens", options->window_keep_tokens},
-                {"first_tokens", options->first_tokens},
-                {"last_tokens", options->last_tokens},
-                {"page_tokens", options->page_tokens}};
-  for (size_t i = 0; i < sizeof fields / sizeof fields[0]; i++) {
-    if (fields[i].value == 0) continue;
-    return nyb_fail(NYB_ERROR_UNSUPPORTED,
-                    "options.%s is %" PRId64
-                    "; this version has no such cache on CUDA, where it "
-                    "must be 0",
-                    fields[i].name, fields[i].value);
-  }
-  return NYB_OK;
-}
-
 static nyb_status check_one_kind(const nyb_cache_options *options) {
   const struct {
     const char *name;
@@ -130,9 +109,8 @@ static nyb_cache_kind kind_of(const nyb_cache_options *options) {
   return options->page_tokens > 0 ? NYB_CACHE_PAGED : NYB_CACHE_CONTIGUOUS;
 }
 
-static nyb_status check_kind(const nyb_context *context, const nyb_cache_options *options) {
-  nyb_status status = nyb_on_cuda(context) ? check_cuda_kind(options) : NYB_OK;
-  if (status == NYB_OK) status = check_kind_ranges(options);
+static nyb_status check_kind(const nyb_cache_options *options) {
+  nyb_status status = check_kind_ranges(options);
   if (status == NYB_OK) status = check_one_kind(options);
   if (status != NYB_OK) return status;
   if (options->reserved != 0 || options->reserved2 != 0) {
@@ -178,10 +156,18 @@ static nyb_status fill_parts(const nyb_cache_options *options, nyb_cache *made) 
 static nyb_status check_options(const nyb_cache_options *options, nyb_cache *made) {
   nyb_status status = nyb_check_struct("options", options, options->struct_size, sizeof *options);
   if (status == NYB_OK) status = check_sizes(options);
-  if (status == NYB_OK) status = check_kind(made->context, options);
+  if (status == NYB_OK) status = check_kind(options);
   if (status != NYB_OK) return status;
   made->options = *options;
   made->kind = kind_of(options);
+  made->numbers = (nyb_kind_numbers){
+      .kind = (int)made->kind,
+      .window_tokens = options->window_tokens,
+      .keep_tokens = options->window_keep_tokens,
+      .first_tokens = options->first_tokens,
+      .last_tokens = options->last_tokens,
+      .page_tokens = options->page_tokens,
+  };
   status = fill_parts(options, made);
   if (status != NYB_OK) return status;
   status = nyb_check_rule("options.rule", options->rule);
@@ -194,12 +180,11 @@ static nyb_status check_options(const nyb_cache_options *options, nyb_cache *mad
     made->limit_tokens = INT64_MAX / 2; /* tokens that a window has passed over are counted alone */
   }
   nyb_cache_storage unused; /* a single token that takes too many bytes is refused here already */
-  return nyb_cache_size_storage(made, nyb_larger(1, options->initial_capacity_tokens), &unused);
+  return nyb_cache_size_storage(made, NYB_BODY, made->batch,
+                                nyb_larger(1, options->initial_capacity_tokens), &unused);
 }
 
-/* The capacity of the body in which so many tokens of each sequence have room, if they come one by
- * one. */
-static int64_t body_capacity(const nyb_cache *cache, int64_t tokens) {
+int64_t nyb_cache_body_capacity(const nyb_cache *cache, int64_t tokens) {
   const nyb_cache_options *options = &cache->options;
   if (cache->kind == NYB_CACHE_ROTATING) return nyb_smaller(tokens, options->window_tokens);
   return nyb_larger(0, tokens - options->first_tokens - options->last_tokens);
@@ -210,20 +195,14 @@ static nyb_status make_here(nyb_cache *cache) {
   if (cache->kind == NYB_CACHE_PAGED) {
     return nyb_cache_reserve_pages(cache, options->initial_capacity_tokens);
   }
-  nyb_status status = nyb_cache_make_storage(cache, NYB_BODY, cache->batch,
-                                             body_capacity(cache, options->initial_capacity_tokens),
-                                             &cache->storage);
+  nyb_status status = nyb_cache_make_storage(
+      cache, NYB_BODY, cache->batch,
+      nyb_cache_body_capacity(cache, options->initial_capacity_tokens), &cache->storage);
   if (status != NYB_OK || cache->kind != NYB_CACHE_MIXED) return status;
   status =
       nyb_cache_make_storage(cache, NYB_FIRST, cache->batch, options->first_tokens, &cache->first);
   if (status != NYB_OK) return status;
   return nyb_cache_make_storage(cache, NYB_LAST, cache->batch, options->last_tokens, &cache->last);
-}
-
-static nyb_status make_on_cuda(nyb_cache *cache) {
-  const nyb_status status =
-      nyb_cache_size_storage(cache, cache->options.initial_capacity_tokens, &cache->storage);
-  return status == NYB_OK ? nyb_cuda_cache_create(cache) : status;
 }
 
 static void release_here(nyb_cache *cache) {
@@ -238,7 +217,7 @@ static nyb_status make_contents(nyb_cache *cache) {
   nyb_status status = nyb_cache_make_counts(cache, cache->batch, &counts);
   if (status != NYB_OK) return status;
   nyb_cache_adopt_counts(cache, &counts);
-  status = on_cuda(cache) ? make_on_cuda(cache) : make_here(cache);
+  status = on_cuda(cache) ? nyb_cuda_cache_create(cache) : make_here(cache);
   if (status == NYB_OK) return NYB_OK;
   if (!on_cuda(cache)) release_here(cache);
   nyb_release(cache->context, cache->counts.memory);
@@ -320,11 +299,6 @@ static nyb_status check_input(const nyb_cache *cache, int part, const nyb_input 
 
 static nyb_status check_padding(const nyb_cache *cache, const nyb_append *append) {
   if (append->padding == NULL) return NYB_OK;
-  if (on_cuda(cache)) {
-    return nyb_fail(NYB_ERROR_UNSUPPORTED,
-                    "append.padding is set; this version does not skip padding on CUDA, where it "
-                    "must be NULL");
-  }
   for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
     const int32_t padding = append->padding[sequence];
     if (padding >= 0 && padding <= append->tokens) continue;
@@ -419,8 +393,11 @@ nyb_status nyb_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_stream stream
                     "tokens is %" PRId64 "; the cache may hold %" PRId64 " at most", tokens,
                     cache->limit_tokens);
   }
-  if (cache->kind == NYB_CACHE_PAGED) return nyb_cache_reserve_pages(cache, tokens);
-  const int64_t capacity = body_capacity(cache, tokens);
+  if (cache->kind == NYB_CACHE_PAGED) {
+    return on_cuda(cache) ? nyb_cuda_cache_reserve_pages(cache, tokens, stream)
+                          : nyb_cache_reserve_pages(cache, tokens);
+  }
+  const int64_t capacity = nyb_cache_body_capacity(cache, tokens);
   if (capacity <= cache->storage.capacity_tokens) return NYB_OK;
   if (on_cuda(cache)) return nyb_cuda_cache_reserve(cache, capacity, stream);
   nyb_cache_storage storage;
@@ -448,11 +425,11 @@ static nyb_status check_trim(const nyb_cache *cache, int64_t sequence, int64_t t
                   nyb_larger(0, before.held - (window - 1)));
 }
 
-static int64_t trim_here(nyb_cache *cache, int64_t sequence, int64_t tokens) {
+static int64_t trim_counted(nyb_cache *cache, int64_t sequence, int64_t tokens) {
   const nyb_cache_sequence before = nyb_cache_get_sequence(cache, sequence);
   nyb_cache_sequence after;
   nyb_cache_after_trim(cache, &before, tokens, &after);
-  if (cache->kind == NYB_CACHE_PAGED) {
+  if (cache->kind == NYB_CACHE_PAGED && !on_cuda(cache)) {
     nyb_cache_drop_pages(cache, sequence, before.held, after.held);
   }
   nyb_cache_set_sequence(cache, sequence, &after);
@@ -472,16 +449,12 @@ nyb_status nyb_cache_trim(nyb_cache *cache, int64_t sequence, int64_t tokens, in
   const int64_t first = sequence == NYB_ALL_SEQUENCES ? 0 : sequence;
   const int64_t end = sequence == NYB_ALL_SEQUENCES ? cache->batch : sequence + 1;
   int64_t most = 0;
-  if (on_cuda(cache)) {
-    status = nyb_cuda_cache_trim(cache, first, end, tokens, &most, stream);
-    if (status != NYB_OK) return status;
-  } else {
-    for (int64_t i = first; i < end && status == NYB_OK; i++) {
-      status = check_trim(cache, i, tokens);
-    }
-    if (status != NYB_OK) return status;
-    for (int64_t i = first; i < end; i++) most = nyb_larger(most, trim_here(cache, i, tokens));
+  for (int64_t i = first; i < end && status == NYB_OK; i++) status = check_trim(cache, i, tokens);
+  if (status == NYB_OK && on_cuda(cache)) {
+    status = nyb_cuda_cache_trim(cache, first, end, tokens, stream);
   }
+  if (status != NYB_OK) return status;
+  for (int64_t i = first; i < end; i++) most = nyb_larger(most, trim_counted(cache, i, tokens));
   if (trimmed != NULL) *trimmed = most;
   return NYB_OK;
 }
@@ -490,11 +463,8 @@ nyb_status nyb_cache_reorder(nyb_cache *cache, const int64_t *sources, int64_t c
                              nyb_stream stream) {
   const nyb_status status = check_call(cache, stream);
   if (status != NYB_OK) return status;
-  if (on_cuda(cache)) {
-    return nyb_fail(NYB_ERROR_UNSUPPORTED,
-                    "cache is on CUDA; this version does not reorder sequences there");
-  }
-  return nyb_cache_reorder_here(cache, sources, count);
+  return on_cuda(cache) ? nyb_cuda_cache_reorder(cache, sources, count, stream)
+                        : nyb_cache_reorder_here(cache, sources, count);
 }
 
 nyb_status nyb_cache_reset(nyb_cache *cache, nyb_stream stream) {
@@ -551,27 +521,39 @@ static nyb_part part_view(const nyb_cache *cache, nyb_cache_region region) {
   };
 }
 
+/* The sequences' numbers, where the rows are. */
+static nyb_cache_addresses addresses_of(const nyb_cache *cache) {
+  if (on_cuda(cache)) return nyb_cuda_cache_addresses(cache);
+  return (nyb_cache_addresses){
+      .lengths = cache->counts.lengths,
+      .offsets = cache->counts.offsets,
+      .last_begins = cache->counts.last_begins,
+      .table = cache->pool.table,
+  };
+}
+
 /* What a kind has beside its rows; the fields of the others are 0. */
-static void view_kind(const nyb_cache *cache, nyb_attention *attention) {
+static void view_kind(const nyb_cache *cache, const nyb_cache_addresses *addresses,
+                      nyb_attention *attention) {
   const nyb_cache_options *options = &cache->options;
   const nyb_cache_pool *pool = &cache->pool;
   attention->pages = (nyb_pages){0};
   attention->ring = (nyb_ring){0};
   attention->first = part_view(cache, NYB_FIRST);
   attention->last = part_view(cache, NYB_LAST);
-  attention->last_begins = attention->last.tokens > 0 ? cache->counts.last_begins : NULL;
+  attention->last_begins = attention->last.tokens > 0 ? addresses->last_begins : NULL;
   if (cache->kind == NYB_CACHE_ROTATING) {
     const int64_t keep = options->window_keep_tokens;
     attention->window_tokens = options->window_tokens - keep;
     attention->window_keep_tokens = keep;
     /* Until there is room for more than the tokens that stay there is no ring. */
     if (attention->capacity_tokens > keep) {
-      attention->ring = (nyb_ring){cache->counts.offsets, keep};
+      attention->ring = (nyb_ring){addresses->offsets, keep};
     }
   } else if (cache->kind == NYB_CACHE_PAGED) {
     attention->capacity_tokens = nyb_smaller(pool->table_stride * options->page_tokens, INT32_MAX);
-    attention->pages =
-        (nyb_pages){pool->table, pool->table_stride, options->page_tokens, cache->storage.blocks};
+    attention->pages = (nyb_pages){addresses->table, pool->table_stride, options->page_tokens,
+                                   cache->storage.blocks};
   }
 }
 
@@ -588,9 +570,10 @@ nyb_status nyb_cache_view(const nyb_cache *cache, nyb_attention *attention) {
   attention->key_dim = cache->part[NYB_KEY].dim;
   attention->value_dim = cache->part[NYB_VALUE].dim;
   attention->capacity_tokens = cache->storage.capacity_tokens;
-  attention->lengths = cache->view_lengths;
+  const nyb_cache_addresses addresses = addresses_of(cache);
+  attention->lengths = addresses.lengths;
   attention->k = nyb_cache_stored(cache, &cache->storage, NYB_KEY);
   attention->v = nyb_cache_stored(cache, &cache->storage, NYB_VALUE);
-  view_kind(cache, attention);
+  view_kind(cache, &addresses, attention);
   return NYB_OK;
 }

@@ -9,11 +9,12 @@
  *   cache_reorder.c  sequences that move, double and go
  *   cache_contents.c what saving and loading need
  *
- * What lies in device memory is src/cuda/cache.c's; it is always of the contiguous kind. */
+ * What lies in device memory is src/cuda/cache*.c's, which use of this what does not touch rows. */
 #ifndef NYB_CACHE_H
 #define NYB_CACHE_H
 
 #include "context.h"
+#include "cuda/device/cache_kinds.cuh"
 #include "format.h"
 
 #define NYB_PLANE_ALIGNMENT 64
@@ -23,13 +24,6 @@
 
 enum { NYB_KEY, NYB_VALUE, NYB_CACHE_PARTS };
 enum { NYB_CODES, NYB_SCALES, NYB_BIASES, NYB_CACHE_ARRAYS };
-
-typedef enum nyb_cache_kind {
-  NYB_CACHE_CONTIGUOUS, /* rows of a sequence one after the other */
-  NYB_CACHE_ROTATING,   /* window_tokens: first tokens that stay, then a ring */
-  NYB_CACHE_MIXED,      /* first_tokens, last_tokens: three regions */
-  NYB_CACHE_PAGED       /* page_tokens: pages of a pool */
-} nyb_cache_kind;
 
 typedef struct nyb_cache_part {
   nyb_format format;
@@ -51,24 +45,13 @@ typedef struct nyb_cache_storage {
   int64_t plane_bytes[NYB_CACHE_PARTS][NYB_CACHE_ARRAYS];
 } nyb_cache_storage;
 
-/* Where rows stand: the quantized body, which grows, and of a mixed cache the parts of plain rows
- * beside it, which do not. */
-typedef enum nyb_cache_region { NYB_BODY, NYB_FIRST, NYB_LAST, NYB_CACHE_REGIONS } nyb_cache_region;
-
-/* What there is of a sequence. The tokens held are numbered from 0, without those dropped. */
-typedef struct nyb_cache_sequence {
-  int64_t dropped;    /* rotating: tokens that left the window */
-  int64_t held;       /* tokens that are there */
-  int64_t offset;     /* rotating: as in nyb_ring */
-  int64_t last_begin; /* mixed: as in nyb_attention.last_begins */
-} nyb_cache_sequence;
-
-/* The same of all sequences, in arrays as views want them: [batch]. */
+/* What there is of all sequences, in arrays as views want them: [batch]. */
 typedef struct nyb_cache_counts {
   void *memory;
   int64_t *dropped;
   int32_t *lengths, *offsets, *last_begins;
   int32_t *shared; /* paged, within an append: the page that a sequence gave up; -1: none */
+  int32_t *pages;  /* paged, on CUDA: of the sequence's table, which may be more than it fills */
 } nyb_cache_counts;
 
 /* A paged cache's pages, beside their rows in the storage. */
@@ -81,12 +64,18 @@ typedef struct nyb_cache_pool {
   int64_t table_stride;
 } nyb_cache_pool;
 
-struct nyb_cuda_cache; /* src/cuda/cache.c */
+struct nyb_cuda_cache; /* src/cuda/cache.h */
+
+/* What views lead to beside rows. */
+typedef struct nyb_cache_addresses {
+  const int32_t *lengths, *offsets, *last_begins, *table;
+} nyb_cache_addresses;
 
 struct nyb_cache {
   nyb_context *context;
   nyb_cache_options options; /* as they were given */
   nyb_cache_kind kind;
+  nyb_kind_numbers numbers; /* of the kind */
   int64_t batch, kv_heads;
   nyb_cache_part part[NYB_CACHE_PARTS];
   nyb_cache_part plain[NYB_CACHE_PARTS]; /* mixed: of the rows beside the body */
@@ -97,25 +86,14 @@ struct nyb_cache {
   nyb_cache_pool pool;
   int64_t reallocations, copied_bytes;
   struct nyb_cuda_cache *cuda; /* NULL on the CPU */
-  const int32_t
-      *view_lengths; /* what nyb_cache_view() gives: lengths, or their twin on the device */
   nyb_cache_counts counts;
   int32_t *lengths; /* counts.lengths: [batch], as the host counts */
 };
 
-static inline int64_t nyb_smaller(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t nyb_larger(int64_t a, int64_t b) { return a > b ? a : b; }
-
-/* ---- Kinds (cache_kinds.c) ------------------------------------------------------------------ */
+/* ---- Kinds (cache_kinds.c, over cuda/device/cache_kinds.cuh) -------------------------------- */
 
 nyb_cache_sequence nyb_cache_get_sequence(const nyb_cache *cache, int64_t sequence);
 void nyb_cache_set_sequence(nyb_cache *cache, int64_t sequence, const nyb_cache_sequence *state);
-
-/* Rows that stand one after another: in this block of this region, from this slot on. */
-typedef struct nyb_cache_place {
-  nyb_cache_region region;
-  int64_t block, slot, rows;
-} nyb_cache_place;
 
 /* Where token `token`, less than state->held, stands, and how many of the tokens from there on
  * stand behind it. body_tokens is the capacity of the body. */
@@ -137,9 +115,12 @@ int64_t nyb_cache_body_tokens(const nyb_cache *cache, const nyb_cache_sequence *
 
 /* ---- Memory (cache_storage.c) --------------------------------------------------------------- */
 
-/* Sizes of a body, no memory yet; NYB_ERROR_SHAPE where they leave int64. */
-nyb_status nyb_cache_size_storage(const nyb_cache *cache, int64_t capacity_tokens,
-                                  nyb_cache_storage *storage);
+/* Sizes of `blocks` blocks, no memory yet; NYB_ERROR_SHAPE where they leave int64. */
+nyb_status nyb_cache_size_storage(const nyb_cache *cache, nyb_cache_region region, int64_t blocks,
+                                  int64_t capacity_tokens, nyb_cache_storage *storage);
+/* The capacity of the body in which so many tokens of each sequence have room, if they come one by
+ * one. */
+int64_t nyb_cache_body_capacity(const nyb_cache *cache, int64_t tokens);
 /* Sets storage->array from storage->block. */
 void nyb_cache_place_arrays(const nyb_cache *cache, nyb_cache_storage *storage);
 /* Memory of the context's allocator for `blocks` blocks of `capacity_tokens` tokens. */
@@ -178,6 +159,10 @@ nyb_stored nyb_cache_stored_in(const nyb_cache *cache, nyb_cache_region region, 
 
 /* The append has been checked and has at least one token. On the CPU. */
 nyb_status nyb_cache_append_here(nyb_cache *cache, const nyb_append *append);
+/* The capacity of the body that the append needs, as the host counts. */
+int64_t nyb_cache_needed_tokens(const nyb_cache *cache, const nyb_append *append);
+/* Moves the sequences' numbers along, as the host counts them. */
+void nyb_cache_advance(nyb_cache *cache, const nyb_append *append);
 /* Tokens that a sequence gets. */
 static inline int64_t nyb_appended_tokens(const nyb_append *append, int64_t sequence) {
   return append->tokens - (append->padding == NULL ? 0 : append->padding[sequence]);
@@ -198,6 +183,16 @@ nyb_status nyb_cache_begin_pages(nyb_cache *cache, const nyb_append *append);
 void nyb_cache_undo_pages(nyb_cache *cache, const nyb_append *append);
 /* Gives back the pages of a sequence behind so many tokens, of `held`. */
 void nyb_cache_drop_pages(nyb_cache *cache, int64_t sequence, int64_t held, int64_t kept);
+/* Pages of a sequence's table. */
+int64_t nyb_cache_pages_of(const nyb_cache *cache, int64_t sequence);
+/* Pages of a pool that grows on its own by at least so many. */
+int64_t nyb_cache_grown_pages(const nyb_cache *cache, int64_t missing);
+/* The stride of a table that has room for so many pages of each sequence. */
+int64_t nyb_cache_grown_stride(const nyb_cache *cache, int64_t pages);
+/* References and unused pages of a larger pool, the new pages being unused. */
+nyb_status nyb_cache_make_lists(const nyb_cache *cache, int64_t pages, nyb_cache_pool *pool);
+int32_t nyb_cache_take_page(nyb_cache *cache);
+void nyb_cache_give_page(nyb_cache *cache, int32_t page);
 /* Memory for a table of `batch` sequences. */
 nyb_status nyb_cache_make_table(const nyb_cache *cache, int64_t batch, int64_t stride,
                                 int32_t **table);
@@ -206,6 +201,29 @@ void nyb_cache_release_pool(nyb_cache *cache);
 /* ---- Reorder (cache_reorder.c) -------------------------------------------------------------- */
 
 nyb_status nyb_cache_reorder_here(nyb_cache *cache, const int64_t *sources, int64_t count);
+nyb_status nyb_cache_check_sources(const nyb_cache *cache, const int64_t *sources, int64_t count);
+/* The numbers of the sequences that there will be. */
+nyb_status nyb_cache_reordered_counts(const nyb_cache *cache, const int64_t *sources, int64_t count,
+                                      nyb_cache_counts *counts);
+/* A table of them in place of the old one. */
+nyb_status nyb_cache_share_pages(nyb_cache *cache, const int64_t *sources, int64_t count);
+
+/* A copy from block to block, or by way of the buffer. */
+typedef struct nyb_cache_move {
+  int64_t to, from;
+  int64_t sequence; /* whose rows they are, as the cache counts sequences before */
+} nyb_cache_move;
+enum { NYB_MOVE_BUFFER = -1 };
+
+typedef struct nyb_cache_moves {
+  void *memory;          /* of the context's allocator */
+  nyb_cache_move *moves; /* in the order in which they are to be made */
+  int64_t count;
+} nyb_cache_moves;
+
+/* At most twice as many moves as sequences. */
+nyb_status nyb_cache_list_moves(const nyb_cache *cache, const int64_t *sources, int64_t count,
+                                nyb_cache_moves *list);
 
 /* ---- What saving and loading need (cache_contents.c) ---------------------------------------- */
 

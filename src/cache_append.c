@@ -348,7 +348,7 @@ static nyb_status fill(const nyb_cache *cache, const nyb_cache_storage *body,
   return status;
 }
 
-static int64_t needed_tokens(const nyb_cache *cache, const nyb_append *append) {
+int64_t nyb_cache_needed_tokens(const nyb_cache *cache, const nyb_append *append) {
   int64_t needed = 0;
   for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
     const nyb_cache_sequence before = nyb_cache_get_sequence(cache, sequence);
@@ -359,7 +359,7 @@ static int64_t needed_tokens(const nyb_cache *cache, const nyb_append *append) {
   return needed;
 }
 
-static void advance(nyb_cache *cache, const nyb_append *append) {
+void nyb_cache_advance(nyb_cache *cache, const nyb_append *append) {
   for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
     const nyb_cache_sequence before = nyb_cache_get_sequence(cache, sequence);
     const nyb_cache_sequence after = nyb_cache_after_append(
@@ -376,13 +376,13 @@ static nyb_status append_to_pages(nyb_cache *cache, const nyb_append *append) {
     nyb_cache_undo_pages(cache, append);
     return status;
   }
-  advance(cache, append);
+  nyb_cache_advance(cache, append);
   return NYB_OK;
 }
 
 nyb_status nyb_cache_append_here(nyb_cache *cache, const nyb_append *append) {
   if (cache->kind == NYB_CACHE_PAGED) return append_to_pages(cache, append);
-  const int64_t needed = needed_tokens(cache, append);
+  const int64_t needed = nyb_cache_needed_tokens(cache, append);
   nyb_cache_storage larger;
   const bool grows = needed > cache->storage.capacity_tokens;
   nyb_status status = NYB_OK;
@@ -396,6 +396,6 @@ nyb_status nyb_cache_append_here(nyb_cache *cache, const nyb_append *append) {
     return status;
   }
   if (grows) nyb_cache_adopt_larger(cache, &larger);
-  advance(cache, append);
+  nyb_cache_advance(cache, append);
   return NYB_OK;
 }

@@ -24,13 +24,17 @@ nyb_status nyb_cache_make_table(const nyb_cache *cache, int64_t batch, int64_t s
                   batch, stride, stride, batch);
 }
 
+int64_t nyb_cache_grown_stride(const nyb_cache *cache, int64_t pages) {
+  const int64_t limit = nyb_pages_for(cache, cache->limit_tokens);
+  const int64_t doubled = nyb_larger(2 * cache->pool.table_stride, SMALLEST_TABLE_PAGES);
+  return nyb_larger(pages, nyb_smaller(doubled, limit));
+}
+
 /* Room in the table for so many pages of each sequence. */
 static nyb_status widen_table(nyb_cache *cache, int64_t pages) {
   nyb_cache_pool *pool = &cache->pool;
   if (pages <= pool->table_stride) return NYB_OK;
-  const int64_t limit = nyb_pages_for(cache, cache->limit_tokens);
-  const int64_t doubled = nyb_larger(2 * pool->table_stride, SMALLEST_TABLE_PAGES);
-  const int64_t stride = nyb_larger(pages, nyb_smaller(doubled, limit));
+  const int64_t stride = nyb_cache_grown_stride(cache, pages);
   int32_t *table;
   const nyb_status status = nyb_cache_make_table(cache, cache->batch, stride, &table);
   if (status != NYB_OK) return status;
@@ -69,8 +73,7 @@ static int64_t copy_pages(const nyb_cache *cache, const nyb_cache_storage *targe
   return copied;
 }
 
-/* References and unused pages of a larger pool, the new pages being unused. */
-static nyb_status make_lists(const nyb_cache *cache, int64_t pages, nyb_cache_pool *pool) {
+nyb_status nyb_cache_make_lists(const nyb_cache *cache, int64_t pages, nyb_cache_pool *pool) {
   const nyb_cache_pool *old = &cache->pool;
   const int64_t had = cache->storage.blocks;
   const size_t bytes = (size_t)pages * 2 * sizeof(int32_t);
@@ -106,7 +109,7 @@ static nyb_status grow_pool(nyb_cache *cache, int64_t pages) {
       nyb_cache_make_storage(cache, NYB_BODY, pages, cache->options.page_tokens, &storage);
   if (status != NYB_OK) return status;
   nyb_cache_pool grown = cache->pool;
-  status = make_lists(cache, pages, &grown);
+  status = nyb_cache_make_lists(cache, pages, &grown);
   if (status != NYB_OK) {
     nyb_cache_release_storage(cache, &storage);
     return status;
@@ -122,23 +125,28 @@ static nyb_status grow_pool(nyb_cache *cache, int64_t pages) {
   return NYB_OK;
 }
 
-static int32_t take_page(nyb_cache *cache) {
+int32_t nyb_cache_take_page(nyb_cache *cache) {
   nyb_cache_pool *pool = &cache->pool;
   const int32_t page = pool->unused[--pool->unused_count];
   pool->references[page] = 1;
   return page;
 }
 
-static void give_page(nyb_cache *cache, int32_t page) {
+void nyb_cache_give_page(nyb_cache *cache, int32_t page) {
   nyb_cache_pool *pool = &cache->pool;
   if (--pool->references[page] == 0) pool->unused[pool->unused_count++] = page;
+}
+
+int64_t nyb_cache_pages_of(const nyb_cache *cache, int64_t sequence) {
+  if (cache->cuda != NULL) return cache->counts.pages[sequence];
+  return nyb_pages_for(cache, cache->lengths[sequence]);
 }
 
 void nyb_cache_drop_pages(nyb_cache *cache, int64_t sequence, int64_t held, int64_t kept) {
   const int32_t *pages = cache->pool.table + sequence * cache->pool.table_stride;
   const int64_t first = nyb_pages_for(cache, kept);
   for (int64_t page = nyb_pages_for(cache, held) - 1; page >= first; page--) {
-    give_page(cache, pages[page]);
+    nyb_cache_give_page(cache, pages[page]);
   }
 }
 
@@ -200,19 +208,19 @@ static void begin_sequence(nyb_cache *cache, const nyb_append *append, int64_t s
   if (writes_shared(cache, sequence)) {
     const int64_t last = held / page_tokens;
     const int32_t shared = pages[last];
-    pages[last] = take_page(cache);
+    pages[last] = nyb_cache_take_page(cache);
     copy_rows(cache, shared, pages[last], held % page_tokens);
     cache->pool.references[shared]--;
     cache->counts.shared[sequence] = shared;
   }
   const int64_t end = nyb_pages_for(cache, held + added);
   for (int64_t page = nyb_pages_for(cache, held); page < end; page++) {
-    pages[page] = take_page(cache);
+    pages[page] = nyb_cache_take_page(cache);
   }
 }
 
 /* Twice as many pages, but no more than sequences of their own can fill. */
-static int64_t grown_pages(const nyb_cache *cache, int64_t missing) {
+int64_t nyb_cache_grown_pages(const nyb_cache *cache, int64_t missing) {
   const int64_t pages = cache->storage.blocks;
   const int64_t least = cache->batch * nyb_pages_for(cache, NYB_SMALLEST_CAPACITY_TOKENS);
   const int64_t most = cache->batch * nyb_pages_for(cache, cache->limit_tokens);
@@ -228,7 +236,7 @@ nyb_status nyb_cache_begin_pages(nyb_cache *cache, const nyb_append *append) {
   nyb_status status = widen_table(cache, nyb_pages_for(cache, longest));
   if (status != NYB_OK) return status;
   const int64_t missing = pages_to_take(cache, append, 0) - cache->pool.unused_count;
-  if (missing > 0) status = grow_pool(cache, grown_pages(cache, missing));
+  if (missing > 0) status = grow_pool(cache, nyb_cache_grown_pages(cache, missing));
   if (status != NYB_OK) return status;
   for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
     begin_sequence(cache, append, sequence);
@@ -245,7 +253,7 @@ void nyb_cache_undo_pages(nyb_cache *cache, const nyb_append *append) {
     if (shared < 0) continue;
     int32_t *const last =
         cache->pool.table + sequence * cache->pool.table_stride + held / cache->options.page_tokens;
-    give_page(cache, *last);
+    nyb_cache_give_page(cache, *last);
     *last = shared;
     cache->pool.references[shared]++;
   }

@@ -7,7 +7,7 @@
 
 #include "cache.h"
 
-static nyb_status check_sources(const nyb_cache *cache, const int64_t *sources, int64_t count) {
+nyb_status nyb_cache_check_sources(const nyb_cache *cache, const int64_t *sources, int64_t count) {
   if (sources == NULL) {
     return nyb_fail(NYB_ERROR_NULL, "sources is NULL; it must point to count sequences");
   }
@@ -23,8 +23,8 @@ static nyb_status check_sources(const nyb_cache *cache, const int64_t *sources, 
   return NYB_OK;
 }
 
-static nyb_status make_counts(const nyb_cache *cache, const int64_t *sources, int64_t count,
-                              nyb_cache_counts *counts) {
+nyb_status nyb_cache_reordered_counts(const nyb_cache *cache, const int64_t *sources, int64_t count,
+                                      nyb_cache_counts *counts) {
   const nyb_status status = nyb_cache_make_counts(cache, count, counts);
   if (status != NYB_OK) return status;
   const nyb_cache_counts *old = &cache->counts;
@@ -39,18 +39,7 @@ static nyb_status make_counts(const nyb_cache *cache, const int64_t *sources, in
 
 /* ---- Moves in place ------------------------------------------------------------------------- */
 
-/* A copy from block to block, or by way of the buffer. */
-typedef struct move {
-  int64_t to, from;
-  int64_t sequence; /* whose rows they are, as the cache counts sequences before */
-} move;
-enum { BUFFER = -1, MOVE_BUFFER_BYTES = 4096 };
-
-typedef struct move_list {
-  void *memory;
-  move *moves; /* in the order in which they are to be made */
-  int64_t count;
-} move_list;
+enum { MOVE_BUFFER_BYTES = 4096 };
 
 typedef struct move_graph {
   const int64_t *sources;
@@ -60,11 +49,11 @@ typedef struct move_graph {
   bool *pending;    /* [count] */
 } move_graph;
 
-static void add_move(move_list *list, int64_t to, int64_t from, int64_t sequence) {
-  list->moves[list->count++] = (move){to, from, sequence};
+static void add_move(nyb_cache_moves *list, int64_t to, int64_t from, int64_t sequence) {
+  list->moves[list->count++] = (nyb_cache_move){to, from, sequence};
 }
 
-static void list_chains(const move_graph *graph, move_list *list) {
+static void list_chains(const move_graph *graph, nyb_cache_moves *list) {
   int64_t waiting = 0;
   for (int64_t i = 0; i < graph->count; i++) {
     if (graph->pending[i] && graph->readers[i] == 0) graph->free[waiting++] = (int32_t)i;
@@ -79,26 +68,27 @@ static void list_chains(const move_graph *graph, move_list *list) {
   }
 }
 
-static void list_cycles(const move_graph *graph, move_list *list) {
+static void list_cycles(const move_graph *graph, nyb_cache_moves *list) {
   for (int64_t first = 0; first < graph->count; first++) {
     if (!graph->pending[first]) continue;
-    add_move(list, BUFFER, first, first);
+    add_move(list, NYB_MOVE_BUFFER, first, first);
     int64_t to = first;
     for (; graph->sources[to] != first; to = graph->sources[to]) {
       add_move(list, to, graph->sources[to], graph->sources[to]);
       graph->pending[to] = false;
     }
-    add_move(list, to, BUFFER, first);
+    add_move(list, to, NYB_MOVE_BUFFER, first);
     graph->pending[to] = false;
   }
 }
 
-static nyb_status list_moves(const nyb_cache *cache, const int64_t *sources, int64_t count,
-                             move_list *list) {
+nyb_status nyb_cache_list_moves(const nyb_cache *cache, const int64_t *sources, int64_t count,
+                                nyb_cache_moves *list) {
   const int64_t blocks = cache->storage.blocks;
-  const int64_t bytes = 2 * count * (int64_t)sizeof(move) + blocks * (int64_t)sizeof(int32_t) +
+  const int64_t bytes = 2 * count * (int64_t)sizeof(nyb_cache_move) +
+                        blocks * (int64_t)sizeof(int32_t) +
                         count * (int64_t)(sizeof(int32_t) + sizeof(bool));
-  *list = (move_list){0};
+  *list = (nyb_cache_moves){0};
   if ((uint64_t)bytes <= SIZE_MAX) {
     list->memory = nyb_allocate(cache->context, (size_t)bytes, NYB_PLANE_ALIGNMENT);
   }
@@ -126,7 +116,7 @@ static nyb_status list_moves(const nyb_cache *cache, const int64_t *sources, int
 
 typedef struct move_work {
   const nyb_cache *cache;
-  const move_list *list;
+  const nyb_cache_moves *list;
   nyb_cache_storage target[NYB_CACHE_REGIONS];
 } move_work;
 
@@ -164,14 +154,15 @@ static void move_planes(const move_work *work, const move_array *at) {
   }
   for (int64_t offset = 0; offset < longest; offset = in_place ? offset + piece : longest) {
     for (int64_t i = 0; i < work->list->count; i++) {
-      const move *step = &work->list->moves[i];
+      const nyb_cache_move *step = &work->list->moves[i];
       const int64_t bytes = nyb_smaller(
           piece, bytes_to_move(work, at->region, at->row_bytes, step->sequence) - offset);
       if (bytes <= 0) continue;
       char *const to =
-          step->to == BUFFER ? buffer : plane_of(work, at->target, at, step->to) + offset;
-      const char *const from =
-          step->from == BUFFER ? buffer : plane_of(work, at->source, at, step->from) + offset;
+          step->to == NYB_MOVE_BUFFER ? buffer : plane_of(work, at->target, at, step->to) + offset;
+      const char *const from = step->from == NYB_MOVE_BUFFER
+                                   ? buffer
+                                   : plane_of(work, at->source, at, step->from) + offset;
       memcpy(to, from, (size_t)bytes);
     }
   }
@@ -205,8 +196,8 @@ static void make_moves(move_work *work) {
 }
 
 static nyb_status move_in_place(nyb_cache *cache, const int64_t *sources, int64_t count) {
-  move_list list;
-  const nyb_status status = list_moves(cache, sources, count, &list);
+  nyb_cache_moves list;
+  const nyb_status status = nyb_cache_list_moves(cache, sources, count, &list);
   if (status != NYB_OK) return status;
   move_work work = {.cache = cache, .list = &list};
   for (int region = 0; region < NYB_CACHE_REGIONS; region++) {
@@ -236,15 +227,16 @@ static nyb_status make_targets(move_work *work, int64_t count) {
 }
 
 static nyb_status move_to_new(nyb_cache *cache, const int64_t *sources, int64_t count) {
-  move_list list = {.count = count};
-  list.memory = nyb_allocate(cache->context, (size_t)count * sizeof(move), NYB_PLANE_ALIGNMENT);
+  nyb_cache_moves list = {.count = count};
+  list.memory =
+      nyb_allocate(cache->context, (size_t)count * sizeof(nyb_cache_move), NYB_PLANE_ALIGNMENT);
   if (list.memory == NULL) {
     return nyb_fail(NYB_ERROR_OUT_OF_MEMORY,
                     "the allocator had no %zu bytes for moves of %" PRId64 " sequences",
-                    (size_t)count * sizeof(move), count);
+                    (size_t)count * sizeof(nyb_cache_move), count);
   }
   list.moves = list.memory;
-  for (int64_t i = 0; i < count; i++) list.moves[i] = (move){i, sources[i], sources[i]};
+  for (int64_t i = 0; i < count; i++) list.moves[i] = (nyb_cache_move){i, sources[i], sources[i]};
   move_work work = {.cache = cache, .list = &list};
   const nyb_status status = make_targets(&work, count);
   if (status == NYB_OK) {
@@ -262,7 +254,7 @@ static nyb_status move_to_new(nyb_cache *cache, const int64_t *sources, int64_t 
 
 /* ---- Pages ---------------------------------------------------------------------------------- */
 
-static nyb_status share_pages(nyb_cache *cache, const int64_t *sources, int64_t count) {
+nyb_status nyb_cache_share_pages(nyb_cache *cache, const int64_t *sources, int64_t count) {
   nyb_cache_pool *pool = &cache->pool;
   int32_t *table;
   const nyb_status status = nyb_cache_make_table(cache, count, pool->table_stride, &table);
@@ -276,7 +268,8 @@ static nyb_status share_pages(nyb_cache *cache, const int64_t *sources, int64_t 
     }
   }
   for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
-    nyb_cache_drop_pages(cache, sequence, cache->lengths[sequence], 0);
+    const int64_t pages = nyb_cache_pages_of(cache, sequence);
+    nyb_cache_drop_pages(cache, sequence, pages * cache->options.page_tokens, 0);
   }
   nyb_release(cache->context, pool->table);
   pool->table = table;
@@ -284,13 +277,13 @@ static nyb_status share_pages(nyb_cache *cache, const int64_t *sources, int64_t 
 }
 
 nyb_status nyb_cache_reorder_here(nyb_cache *cache, const int64_t *sources, int64_t count) {
-  nyb_status status = check_sources(cache, sources, count);
+  nyb_status status = nyb_cache_check_sources(cache, sources, count);
   if (status != NYB_OK) return status;
   nyb_cache_counts counts;
-  status = make_counts(cache, sources, count, &counts);
+  status = nyb_cache_reordered_counts(cache, sources, count, &counts);
   if (status != NYB_OK) return status;
   if (cache->kind == NYB_CACHE_PAGED) {
-    status = share_pages(cache, sources, count);
+    status = nyb_cache_share_pages(cache, sources, count);
   } else if (count <= cache->storage.blocks) {
     status = move_in_place(cache, sources, count);
   } else {

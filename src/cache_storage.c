@@ -33,8 +33,8 @@ static nyb_status fail_size(const nyb_cache *cache, const nyb_cache_storage *sto
                   cache->part[NYB_VALUE].dim);
 }
 
-static nyb_status size_storage(const nyb_cache *cache, nyb_cache_region region, int64_t blocks,
-                               int64_t capacity_tokens, nyb_cache_storage *storage) {
+nyb_status nyb_cache_size_storage(const nyb_cache *cache, nyb_cache_region region, int64_t blocks,
+                                  int64_t capacity_tokens, nyb_cache_storage *storage) {
   const nyb_cache_part *parts = nyb_cache_parts_of(cache, region);
   *storage = (nyb_cache_storage){.capacity_tokens = capacity_tokens, .blocks = blocks};
   for (int part = 0; part < NYB_CACHE_PARTS; part++) {
@@ -55,11 +55,6 @@ static nyb_status size_storage(const nyb_cache *cache, nyb_cache_region region, 
   return NYB_OK;
 }
 
-nyb_status nyb_cache_size_storage(const nyb_cache *cache, int64_t capacity_tokens,
-                                  nyb_cache_storage *storage) {
-  return size_storage(cache, NYB_BODY, cache->batch, capacity_tokens, storage);
-}
-
 void nyb_cache_place_arrays(const nyb_cache *cache, nyb_cache_storage *storage) {
   char *next = storage->block;
   for (int part = 0; part < NYB_CACHE_PARTS; part++) {
@@ -73,7 +68,7 @@ void nyb_cache_place_arrays(const nyb_cache *cache, nyb_cache_storage *storage) 
 
 nyb_status nyb_cache_make_storage(const nyb_cache *cache, nyb_cache_region region, int64_t blocks,
                                   int64_t capacity_tokens, nyb_cache_storage *storage) {
-  const nyb_status status = size_storage(cache, region, blocks, capacity_tokens, storage);
+  const nyb_status status = nyb_cache_size_storage(cache, region, blocks, capacity_tokens, storage);
   if (status != NYB_OK || storage->bytes == 0) return status;
   if ((uint64_t)storage->bytes <= SIZE_MAX) {
     storage->block = nyb_allocate(cache->context, (size_t)storage->bytes, NYB_PLANE_ALIGNMENT);
@@ -129,7 +124,7 @@ nyb_stored nyb_cache_stored_in(const nyb_cache *cache, nyb_cache_region region, 
 /* ---- Sequences' numbers --------------------------------------------------------------------- */
 
 nyb_status nyb_cache_make_counts(const nyb_cache *cache, int64_t batch, nyb_cache_counts *counts) {
-  const int64_t bytes = batch * (int64_t)(sizeof *counts->dropped + 4 * sizeof *counts->lengths);
+  const int64_t bytes = batch * (int64_t)(sizeof *counts->dropped + 5 * sizeof *counts->lengths);
   *counts = (nyb_cache_counts){0};
   if ((uint64_t)bytes <= SIZE_MAX) {
     counts->memory = nyb_allocate(cache->context, (size_t)bytes, NYB_PLANE_ALIGNMENT);
@@ -146,15 +141,14 @@ nyb_status nyb_cache_make_counts(const nyb_cache *cache, int64_t batch, nyb_cach
   counts->offsets = counts->lengths + batch;
   counts->last_begins = counts->offsets + batch;
   counts->shared = counts->last_begins + batch;
+  counts->pages = counts->shared + batch;
   return NYB_OK;
 }
 
 void nyb_cache_adopt_counts(nyb_cache *cache, const nyb_cache_counts *counts) {
-  const bool views_follow = cache->view_lengths == cache->lengths; /* not on CUDA */
   if (cache->counts.memory != NULL) nyb_release(cache->context, cache->counts.memory);
   cache->counts = *counts;
   cache->lengths = counts->lengths;
-  if (views_follow) cache->view_lengths = counts->lengths;
 }
 
 int64_t nyb_cache_longest(const nyb_cache *cache) {

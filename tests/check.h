@@ -49,12 +49,13 @@ typedef struct check_options {
   bool quick;
   bool sanitizer; /* CUDA: few cases, each buffer an allocation of its own */
   nyb_backend backend;
-  int32_t device;        /* CUDA */
-  nyb_isa isa;           /* AUTO: every one that runs here */
-  const char *operation; /* NULL: every one; else "quantize", "attention" (with its merge),
-                            "attention_merge", "geglu" or "append" */
-  bool features;         /* of attention, only what a call may ask for beside a rectangle */
-  const char *format;    /* NULL: every one, and mixed; else the kernel table's name of one */
+  int32_t device;         /* CUDA */
+  nyb_isa isa;            /* AUTO: every one that runs here */
+  const char *operation;  /* NULL: every one; else "quantize", "attention" (with its merge),
+                             "attention_merge", "geglu" or "append" */
+  bool without_attention; /* over caches: where a fake GPU has none */
+  bool features;          /* of attention, only what a call may ask for beside a rectangle */
+  const char *format;     /* NULL: every one, and mixed; else the kernel table's name of one */
   const check_library *library;
   const char *until;       /* the run may end with the first failure that holds these words; NULL:
                               it goes on to the end */
@@ -84,7 +85,8 @@ void check_attention(check_run *run);
 void check_attention_places(check_run *run);
 void check_attention_merge(check_run *run);
 void check_geglu(check_run *run);
-void check_append(check_run *run); /* CUDA */
+void check_append(check_run *run);      /* CUDA */
+void check_cache_kinds(check_run *run); /* CUDA */
 
 /* What nyb_last_error() says, or, where the GPU failed outside the library, the driver's words. */
 const char *check_error(void);

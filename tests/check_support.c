@@ -344,6 +344,7 @@ check_run *check_all(const check_options *options) {
   if (operation_asked(run, "attention_merge")) check_attention_merge(run);
   if (operation_asked(run, "cache_append") && run->options.backend == NYB_BACKEND_CUDA) {
     check_append(run);
+    check_cache_kinds(run);
   }
   add_up(run);
   return run;

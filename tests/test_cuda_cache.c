@@ -9,8 +9,8 @@
 
 #include <cmocka.h>
 
+#include "../src/cuda/device/cache_append.cuh"
 #include "../src/cuda/device/geglu_arguments.h"
-#include "../src/cuda/device/quantize_arguments.h"
 #include "fake_cuda/open.h"
 #include "nybble.h"
 
@@ -57,8 +57,7 @@ static void take_launch(void *data, const char *kernel, const nyb_cu_launch *lau
   } else if (strcmp(kernel, "trim") == 0) {
     launched.trim = *(const nyb_device_trim *)arguments;
     for (long long i = 0; i < launched.trim.count; i++) {
-      int *const length = launched.trim.lengths + launched.trim.first + i;
-      *length = *length > launched.trim.tokens ? *length - launched.trim.tokens : 0;
+      nyb_trim_sequence(&launched.trim, launched.trim.first + i);
     }
   } else if (strcmp(kernel, "geglu") == 0) {
     launched.geglu = *(const nyb_device_geglu *)arguments;
@@ -229,7 +228,7 @@ static void test_trim_and_reset(void **state) {
   const int32_t want[BATCH] = {5, 0, 5};
   for (int i = 0; i < BATCH; i++) {
     assert_int_equal(nyb_cache_length(cache, i), want[i]);
-    assert_int_equal(launched.trim.lengths[i], want[i]);
+    assert_int_equal(launched.trim.places.sequences.lengths[i], want[i]);
   }
   fail_call("cuLaunchKernelEx", LAUNCH_FAILED, 0);
   refused(nyb_cache_trim(cache, 0, 1, &trimmed, stream), NYB_ERROR_DEVICE, "trim");
@@ -238,7 +237,7 @@ static void test_trim_and_reset(void **state) {
   ok(nyb_cache_reset(cache, stream));
   for (int i = 0; i < BATCH; i++) {
     assert_int_equal(nyb_cache_length(cache, i), 0);
-    assert_int_equal(launched.trim.lengths[i], 0);
+    assert_int_equal(launched.trim.places.sequences.lengths[i], 0);
   }
   nyb_cache_destroy(cache);
 }
@@ -369,34 +368,6 @@ static void test_another_context_is_current(void **state) {
 
 /* ---- Misuse
  * -------------------------------------------------------------------------------------- */
-
-/* What caches of the CPU have and those in device memory have not, refused by name. */
-static void test_kinds_of_the_cpu(void **state) {
-  (void)state;
-  nyb_cache *cache = NULL;
-#define REFUSED(words, ...)                                                             \
-  do {                                                                                  \
-    nyb_cache_options options = sound_options(16);                                      \
-    __VA_ARGS__;                                                                        \
-    refused(nyb_cache_create(context, &options, &cache), NYB_ERROR_UNSUPPORTED, words); \
-    assert_null(cache);                                                                 \
-  } while (0)
-  REFUSED("options.window_tokens is 8; this version has no such cache on CUDA",
-          options.window_tokens = 8);
-  REFUSED("options.first_tokens is 4", options.first_tokens = 4, options.part_dtype = NYB_F16);
-  REFUSED("options.last_tokens is 4", options.last_tokens = 4, options.part_dtype = NYB_F16);
-  REFUSED("options.page_tokens is 64", options.page_tokens = 64);
-#undef REFUSED
-  cache = made_cache(16);
-  const int32_t padding[2] = {0, 0};
-  nyb_append append = sound_append(1);
-  append.padding = padding;
-  refused(nyb_cache_append(cache, &append, stream), NYB_ERROR_UNSUPPORTED, "append.padding is set");
-  const int64_t sources[] = {0};
-  refused(nyb_cache_reorder(cache, sources, 1, stream), NYB_ERROR_UNSUPPORTED,
-          "does not reorder sequences");
-  nyb_cache_destroy(cache);
-}
 
 static void test_host_pointers(void **state) {
   (void)state;
@@ -552,7 +523,6 @@ int main(void) {
       cmocka_unit_test(test_captures),
       cmocka_unit_test(test_context_destroyed_under_the_cache),
       cmocka_unit_test(test_another_context_is_current),
-      cmocka_unit_test(test_kinds_of_the_cpu),
       cmocka_unit_test(test_host_pointers),
       cmocka_unit_test(test_geglu_launches),
   };

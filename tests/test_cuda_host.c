@@ -694,7 +694,7 @@ static void captured_cache(void) {
 static void cache_without_memory(void) {
   open_all();
   make_calls();
-  fake.cuda->memory_bytes = (size_t)fake.cuda->live_bytes + 100;
+  fake.cuda->memory_bytes = (size_t)fake.cuda->live_bytes + 400;
   nyb_status status;
   MUST(cache_with(1 << 20, &status) == NULL);
   MUST_FAIL(status, NYB_ERROR_OUT_OF_MEMORY, "cuMemAlloc");

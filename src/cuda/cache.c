@@ -1,39 +1,20 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The KV cache in device memory.
- *
- * The device has the true lengths: an append takes its positions from them and moves them along, in
- * stream order, so that a captured graph appends further at every replay. The host counts calls,
- * which is what it grows by; where both have parted, nyb_cache_refresh() brings them together. */
+/* A cache in device memory: what it consists of, and what is done to its numbers alone. */
+#include "cache.h"
+
 #include <inttypes.h>
 #include <string.h>
 
-#include "operations.h"
-#include "programs.h"
-#include "rows.h"
-
-/* cuMemcpy2D takes pitches below this on every device. */
-#define MOST_PITCH_BYTES INT64_C(0x7fffffff)
 #define DEVICE_ALIGNMENT 256
-enum { WARP_THREADS = 32 };
 
-struct nyb_cuda_cache {
-  nyb_cuda_home home;
-  const nyb_cuda_kernel *append, *trim;
-  int32_t *lengths;   /* [batch], on the device */
-  uint32_t *arrivals; /* [batch], likewise: what append counts its blocks with; 0 between them */
-  int32_t staging[];  /* [batch] */
-};
-
-static nyb_cu_address address_of(const void *memory) { return (nyb_cu_address)(uintptr_t)memory; }
-
-static nyb_status enter(const nyb_cache *cache, nyb_cuda_scope *scope) {
+nyb_status nyb_cuda_cache_enter(const nyb_cache *cache, nyb_cuda_scope *scope) {
   return nyb_cuda_enter_home(cache->context, &cache->cuda->home, scope);
 }
 
 /* ---- Memory --------------------------------------------------------------------------------- */
 
-static nyb_status allocate(const nyb_cuda_scope *scope, int64_t bytes, const char *what,
-                           void **memory) {
+nyb_status nyb_cuda_cache_allocate(const nyb_cuda_scope *scope, int64_t bytes, const char *what,
+                                   void **memory) {
   const nyb_allocator *own = &scope->context->device_allocator;
   if (own->allocate != NULL) {
     *memory = own->allocate(own->user_data, (size_t)bytes, DEVICE_ALIGNMENT);
@@ -48,94 +29,323 @@ static nyb_status allocate(const nyb_cuda_scope *scope, int64_t bytes, const cha
   return status;
 }
 
-/* scope: NULL where the CUDA context is gone, and with it all that it allocated itself. */
-static void release(const nyb_context *context, const nyb_cuda_scope *scope, void *memory) {
+void nyb_cuda_cache_release(const nyb_context *context, const nyb_cuda_scope *scope, void *memory) {
   if (memory == NULL) return;
   const nyb_allocator *own = &context->device_allocator;
   if (own->release != NULL) {
     own->release(own->user_data, memory);
   } else if (scope != NULL) {
-    scope->driver->MemFree(address_of(memory));
+    scope->driver->MemFree(nyb_cuda_address_of(memory));
   }
 }
 
-static nyb_status make_storage(const nyb_cuda_scope *scope, const nyb_cache *cache,
-                               int64_t capacity_tokens, nyb_cache_storage *storage) {
-  nyb_status status = nyb_cache_size_storage(cache, capacity_tokens, storage);
+nyb_status nyb_cuda_cache_make_storage(const nyb_cuda_scope *scope, const nyb_cache *cache,
+                                       nyb_cache_region region, int64_t blocks,
+                                       int64_t capacity_tokens, nyb_cache_storage *storage) {
+  nyb_status status = nyb_cache_size_storage(cache, region, blocks, capacity_tokens, storage);
   if (status != NYB_OK || storage->bytes == 0) return status;
-  status = allocate(scope, storage->bytes, "cuMemAlloc of a cache's tokens", &storage->block);
+  status = nyb_cuda_cache_allocate(scope, storage->bytes, "cuMemAlloc of a cache's tokens",
+                                   &storage->block);
   if (status == NYB_OK) nyb_cache_place_arrays(cache, storage);
   return status;
 }
 
-/* What allocates or waits declares that it knows of captures elsewhere: it touches no stream that
- * is being captured. Gives back the mode that was. */
-static int relax(const nyb_cuda_scope *scope) {
+nyb_status nyb_cuda_cache_wait(const nyb_cuda_scope *scope, nyb_stream stream) {
+  return nyb_cuda_check(scope->driver, scope->driver->StreamSynchronize(stream),
+                        "cuStreamSynchronize");
+}
+
+int nyb_cuda_relax(const nyb_cuda_scope *scope) {
   int mode = NYB_CU_CAPTURE_MODE_RELAXED;
   scope->driver->ThreadExchangeStreamCaptureMode(&mode);
   return mode;
 }
 
-static void restore_mode(const nyb_cuda_scope *scope, int mode) {
+void nyb_cuda_restore_mode(const nyb_cuda_scope *scope, int mode) {
   scope->driver->ThreadExchangeStreamCaptureMode(&mode);
 }
 
-/* ---- Create and destroy --------------------------------------------------------------------- */
-
-static nyb_status get_kernels(nyb_cuda_scope *scope, struct nyb_cuda_cache *cuda) {
-  const nyb_cuda_spec append = {.program = &nyb_cuda_program_append};
-  const nyb_cuda_spec trim = {.program = &nyb_cuda_program_trim};
-  const nyb_status status =
-      nyb_cuda_kernel_get(scope, &append, NYB_QUANTIZE_THREADS, 0, &cuda->append);
-  if (status != NYB_OK) return status;
-  return nyb_cuda_kernel_get(scope, &trim, NYB_TRIM_THREADS, 0, &cuda->trim);
+nyb_status nyb_cuda_cache_note_capture(const nyb_cuda_scope *scope, nyb_cache *cache,
+                                       nyb_stream stream, bool *capturing) {
+  const nyb_status status = nyb_cuda_capturing(scope, stream, capturing);
+  if (status == NYB_OK && *capturing) cache->cuda->captured = true;
+  return status;
 }
 
-/* Zeroes them on a stream of its own: the default one waits for others, and they for it. */
-static nyb_status zero_state(const nyb_cuda_scope *scope, void *state, int64_t bytes) {
+nyb_status nyb_cuda_cache_refuse_capture(const nyb_cuda_scope *scope, nyb_stream stream,
+                                         const char *what) {
+  bool capturing;
+  const nyb_status status = nyb_cuda_capturing(scope, stream, &capturing);
+  if (status != NYB_OK || !capturing) return status;
+  return nyb_fail(NYB_ERROR_UNSUPPORTED, "stream %p is being captured and %s", stream, what);
+}
+
+/* ---- Kernels' parameters -------------------------------------------------------------------- */
+
+nyb_status nyb_cuda_cache_kernel(nyb_cuda_scope *scope, const nyb_cuda_program *program,
+                                 int32_t threads, const nyb_cuda_kernel **kernel) {
+  const nyb_cuda_spec spec = {.program = program};
+  return nyb_cuda_kernel_get(scope, &spec, threads, 0, kernel);
+}
+
+nyb_device_places nyb_cuda_cache_places(const nyb_cache *cache) {
+  const nyb_cuda_cache *cuda = cache->cuda;
+  return (nyb_device_places){
+      .kind = cache->numbers,
+      .sequences = cuda->state,
+      .body_tokens = cache->storage.capacity_tokens,
+      .limit_tokens = cache->limit_tokens,
+      .page_table = cuda->table,
+      .page_table_stride = cache->pool.table_stride,
+      .own_begins = cuda->own_begins,
+      .own_ends = cuda->own_ends,
+  };
+}
+
+/* ---- Patches -------------------------------------------------------------------------------- */
+
+static void flush_patches(nyb_cuda_patches *patches) {
+  nyb_device_patch *const call = &patches->call;
+  const nyb_cuda_kernel *kernel;
+  if (call->count == 0 || patches->status != NYB_OK) return;
+  patches->status = nyb_cuda_cache_kernel(patches->scope, &nyb_cuda_program_cache_patch,
+                                          NYB_CACHE_THREADS, &kernel);
+  if (patches->status == NYB_OK) {
+    const int64_t grid[3] = {1, 1, 1};
+    patches->status = nyb_cuda_launch(patches->scope, kernel, grid, call, patches->stream, true);
+  }
+  call->count = 0;
+}
+
+void nyb_cuda_patches_begin(nyb_cuda_patches *patches, nyb_cuda_scope *scope, void *words,
+                            nyb_stream stream) {
+  patches->scope = scope;
+  patches->stream = stream;
+  patches->status = NYB_OK;
+  patches->call.words = words;
+  patches->call.count = patches->call.padding = 0;
+}
+
+void nyb_cuda_patches_add(nyb_cuda_patches *patches, const void *place, int32_t value) {
+  nyb_device_patch *const call = &patches->call;
+  call->place[call->count] = (unsigned)((const int32_t *)place - call->words);
+  call->value[call->count] = value;
+  if (++call->count == NYB_PATCH_WORDS) flush_patches(patches);
+}
+
+nyb_status nyb_cuda_patches_end(nyb_cuda_patches *patches) {
+  flush_patches(patches);
+  return patches->status;
+}
+
+void nyb_cuda_patch_sequence(nyb_cuda_patches *patches, const nyb_cache *cache, int64_t sequence) {
+  const nyb_device_sequences *state = &cache->cuda->state;
+  const nyb_cache_counts *counts = &cache->counts;
+  int32_t dropped[2]; /* as the device reads it: both count bytes alike */
+  memcpy(dropped, &counts->dropped[sequence], sizeof dropped);
+  nyb_cuda_patches_add(patches, (const int32_t *)&state->dropped[sequence], dropped[0]);
+  nyb_cuda_patches_add(patches, (const int32_t *)&state->dropped[sequence] + 1, dropped[1]);
+  nyb_cuda_patches_add(patches, &state->lengths[sequence], counts->lengths[sequence]);
+  nyb_cuda_patches_add(patches, &state->offsets[sequence], counts->offsets[sequence]);
+  nyb_cuda_patches_add(patches, &state->last_begins[sequence], counts->last_begins[sequence]);
+}
+
+/* ---- The sequences' numbers ----------------------------------------------------------------- */
+
+/* Words of a sequence: those of nyb_device_sequences come first, and staging has as many. */
+enum {
+  STATE_WORDS = 5,
+  MOVE_WORDS = 2 * sizeof(nyb_reorder_move) / sizeof(int32_t),
+  SEQUENCE_WORDS = STATE_WORDS + 4 + MOVE_WORDS,
+  HOST_WORDS = STATE_WORDS + 4
+};
+
+static void place_numbers(nyb_cuda_cache *cuda, void *numbers, int32_t *host, int64_t sequences) {
+  cuda->numbers = numbers;
+  cuda->sequences = sequences;
+  cuda->state.dropped = numbers;
+  cuda->state.lengths = (int32_t *)numbers + 2 * sequences;
+  cuda->state.offsets = cuda->state.lengths + sequences;
+  cuda->state.last_begins = cuda->state.offsets + sequences;
+  cuda->arrivals = (uint32_t *)numbers + STATE_WORDS * sequences;
+  cuda->padding = (int32_t *)cuda->arrivals + sequences;
+  cuda->own_begins = cuda->padding + sequences;
+  cuda->own_ends = cuda->own_begins + sequences;
+  cuda->moves = (nyb_reorder_move *)(void *)(cuda->own_ends + sequences);
+  cuda->host = cuda->staging = host;
+  cuda->own_begin = host + STATE_WORDS * sequences;
+  cuda->own_end = cuda->own_begin + sequences;
+  cuda->sent_begins = cuda->own_end + sequences;
+  cuda->sent_ends = cuda->sent_begins + sequences;
+}
+
+/* A stream of its own: the default one waits for others, and they for it. */
+static nyb_status make_stream(const nyb_cuda_scope *scope, nyb_stream *stream) {
+  return nyb_cuda_check(scope->driver,
+                        scope->driver->StreamCreate(stream, NYB_CU_STREAM_NON_BLOCKING),
+                        "cuStreamCreate");
+}
+
+static nyb_status zero(const nyb_cuda_scope *scope, void *memory, int64_t bytes) {
   const nyb_cuda_driver *driver = scope->driver;
   nyb_stream stream;
-  nyb_status status = nyb_cuda_check(
-      driver, driver->StreamCreate(&stream, NYB_CU_STREAM_NON_BLOCKING), "cuStreamCreate");
+  nyb_status status = make_stream(scope, &stream);
   if (status != NYB_OK) return status;
-  status =
-      nyb_cuda_check(driver, driver->MemsetD8Async(address_of(state), 0, (size_t)bytes, stream),
-                     "cuMemsetD8Async");
-  if (status == NYB_OK) {
-    status = nyb_cuda_check(driver, driver->StreamSynchronize(stream), "cuStreamSynchronize");
-  }
+  status = nyb_cuda_check(
+      driver, driver->MemsetD8Async(nyb_cuda_address_of(memory), 0, (size_t)bytes, stream),
+      "cuMemsetD8Async");
+  if (status == NYB_OK) status = nyb_cuda_cache_wait(scope, stream);
   driver->StreamDestroy(stream);
   return status;
 }
 
-static nyb_status make_state(const nyb_cuda_scope *scope, nyb_cache *cache) {
-  struct nyb_cuda_cache *const cuda = cache->cuda;
-  const int64_t bytes = 2 * cache->batch * (int64_t)sizeof(int32_t);
-  void *state;
-  nyb_status status = allocate(scope, bytes, "cuMemAlloc of a cache's lengths", &state);
-  if (status != NYB_OK) return status;
-  status = zero_state(scope, state, bytes);
-  if (status != NYB_OK) {
-    release(cache->context, scope, state);
-    return status;
+static nyb_status allocate_numbers(const nyb_cuda_scope *scope, int64_t sequences, void **numbers,
+                                   int32_t **host) {
+  if (sequences > INT32_MAX / SEQUENCE_WORDS) {
+    return nyb_fail(NYB_ERROR_SHAPE,
+                    "a cache on CUDA would have numbers of %" PRId64
+                    " sequences; it has %d at most",
+                    sequences, (int)(INT32_MAX / SEQUENCE_WORDS));
   }
-  cuda->lengths = state;
-  cuda->arrivals = (uint32_t *)state + cache->batch;
+  const size_t host_bytes = (size_t)sequences * HOST_WORDS * sizeof(int32_t);
+  *host = nyb_allocate(scope->context, host_bytes, NYB_PLANE_ALIGNMENT);
+  if (*host == NULL) {
+    return nyb_fail(NYB_ERROR_OUT_OF_MEMORY,
+                    "the allocator had no %zu bytes for the numbers of %" PRId64 " sequences",
+                    host_bytes, sequences);
+  }
+  memset(*host, 0, host_bytes);
+  const int64_t bytes = sequences * SEQUENCE_WORDS * (int64_t)sizeof(int32_t);
+  nyb_status status =
+      nyb_cuda_cache_allocate(scope, bytes, "cuMemAlloc of a cache's lengths", numbers);
+  if (status == NYB_OK) {
+    status = zero(scope, *numbers, bytes);
+    if (status != NYB_OK) nyb_cuda_cache_release(scope->context, scope, *numbers);
+  }
+  if (status != NYB_OK) nyb_release(scope->context, *host);
+  return status;
+}
+
+nyb_status nyb_cuda_cache_make_numbers(nyb_cuda_scope *scope, nyb_cache *cache, int64_t sequences) {
+  void *numbers = NULL;
+  int32_t *host = NULL;
+  const nyb_status status = allocate_numbers(scope, sequences, &numbers, &host);
+  if (status != NYB_OK) return status;
+  nyb_cuda_cache_release(cache->context, scope, cache->cuda->numbers);
+  if (cache->cuda->host != NULL) nyb_release(cache->context, cache->cuda->host);
+  place_numbers(cache->cuda, numbers, host, sequences);
   return NYB_OK;
 }
 
-static nyb_status create_in(nyb_cuda_scope *scope, nyb_cache *cache) {
-  nyb_status status = get_kernels(scope, cache->cuda);
+static nyb_cache_sequence fetched_sequence(const nyb_cache *cache, int64_t sequence) {
+  const nyb_cuda_cache *cuda = cache->cuda;
+  const int32_t *words = cuda->staging + 2 * cuda->sequences + sequence;
+  nyb_cache_sequence state = {
+      .held = words[0],
+      .offset = words[cuda->sequences],
+      .last_begin = words[2 * cuda->sequences],
+  };
+  memcpy(&state.dropped, cuda->staging + 2 * sequence, sizeof state.dropped);
+  int64_t room =
+      cache->storage.capacity_tokens + cache->numbers.first_tokens + cache->numbers.last_tokens;
+  if (cache->kind == NYB_CACHE_PAGED) room = cuda->own_end[sequence];
+  return nyb_kind_in_range(&cache->numbers, cache->storage.capacity_tokens, room, state);
+}
+
+nyb_status nyb_cuda_cache_fetch_counts(const nyb_cuda_scope *scope, nyb_cache *cache,
+                                       nyb_stream stream) {
+  const nyb_cuda_driver *driver = scope->driver;
+  nyb_cuda_cache *const cuda = cache->cuda;
+  const size_t bytes = (size_t)cuda->sequences * STATE_WORDS * sizeof(int32_t);
+  nyb_status status = nyb_cuda_check(
+      driver,
+      driver->MemcpyDtoHAsync(cuda->staging, nyb_cuda_address_of(cuda->numbers), bytes, stream),
+      "cuMemcpyDtoHAsync");
+  if (status == NYB_OK) status = nyb_cuda_cache_wait(scope, stream);
   if (status != NYB_OK) return status;
-  const int mode = relax(scope);
-  nyb_cache_storage storage;
-  status = make_storage(scope, cache, cache->storage.capacity_tokens, &storage);
-  if (status == NYB_OK) {
-    status = make_state(scope, cache);
-    if (status != NYB_OK) release(cache->context, scope, storage.block);
+  for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
+    const nyb_cache_sequence state = fetched_sequence(cache, sequence);
+    nyb_cache_set_sequence(cache, sequence, &state);
   }
-  restore_mode(scope, mode);
-  if (status == NYB_OK) cache->storage = storage;
+  return NYB_OK;
+}
+
+nyb_status nyb_cuda_cache_settle_counts(const nyb_cuda_scope *scope, nyb_cache *cache,
+                                        nyb_stream stream) {
+  return cache->cuda->captured ? nyb_cuda_cache_fetch_counts(scope, cache, stream) : NYB_OK;
+}
+
+/* ---- Create and destroy --------------------------------------------------------------------- */
+
+/* Those that appends and trims need, so that none of them compiles anything. */
+static nyb_status get_kernels(nyb_cuda_scope *scope, const nyb_cache *cache) {
+  const bool plain = cache->kind == NYB_CACHE_CONTIGUOUS;
+  const nyb_cuda_kernel *unused;
+  nyb_status status = nyb_cuda_cache_kernel(
+      scope, plain ? &nyb_cuda_program_append : &nyb_cuda_program_append_placed,
+      NYB_QUANTIZE_THREADS, &cache->cuda->append);
+  if (status == NYB_OK) {
+    status =
+        nyb_cuda_cache_kernel(scope, &nyb_cuda_program_trim, NYB_CACHE_THREADS, &cache->cuda->trim);
+  }
+  if (status == NYB_OK && cache->kind == NYB_CACHE_MIXED) {
+    status = nyb_cuda_cache_kernel(scope, &nyb_cuda_program_retire, NYB_QUANTIZE_THREADS, &unused);
+  }
+  if (status != NYB_OK || cache->kind != NYB_CACHE_PAGED) return status;
+  status = nyb_cuda_cache_kernel(scope, &nyb_cuda_program_cache_patch, NYB_CACHE_THREADS, &unused);
+  if (status != NYB_OK) return status;
+  return nyb_cuda_cache_kernel(scope, &nyb_cuda_program_cache_copy, NYB_CACHE_THREADS, &unused);
+}
+
+static nyb_status make_storages(const nyb_cuda_scope *scope, nyb_cache *cache) {
+  const nyb_cache_options *options = &cache->options;
+  if (cache->kind == NYB_CACHE_PAGED) return NYB_OK;
+  const int64_t body = nyb_cache_body_capacity(cache, options->initial_capacity_tokens);
+  nyb_status status =
+      nyb_cuda_cache_make_storage(scope, cache, NYB_BODY, cache->batch, body, &cache->storage);
+  if (status != NYB_OK || cache->kind != NYB_CACHE_MIXED) return status;
+  status = nyb_cuda_cache_make_storage(scope, cache, NYB_FIRST, cache->batch, options->first_tokens,
+                                       &cache->first);
+  if (status != NYB_OK) return status;
+  return nyb_cuda_cache_make_storage(scope, cache, NYB_LAST, cache->batch, options->last_tokens,
+                                     &cache->last);
+}
+
+/* scope: NULL where the CUDA context is gone. */
+static void release_all(nyb_cache *cache, const nyb_cuda_scope *scope) {
+  nyb_cuda_cache *const cuda = cache->cuda;
+  void *const memory[] = {cache->storage.block, cache->first.block, cache->last.block,
+                          cuda->numbers, cuda->table};
+  for (size_t i = 0; i < sizeof memory / sizeof memory[0]; i++) {
+    nyb_cuda_cache_release(cache->context, scope, memory[i]);
+  }
+  if (cuda->host != NULL) nyb_release(cache->context, cuda->host);
+  if (cuda->sent_table != NULL) nyb_release(cache->context, cuda->sent_table);
+  nyb_cache_release_pool(cache);
+  nyb_release(cache->context, cuda);
+  cache->cuda = NULL;
+}
+
+/* Those of the initial capacity. */
+static nyb_status take_first_pages(nyb_cuda_scope *scope, nyb_cache *cache) {
+  const int64_t tokens = cache->options.initial_capacity_tokens;
+  nyb_stream stream;
+  if (cache->kind != NYB_CACHE_PAGED || tokens == 0) return NYB_OK;
+  nyb_status status = make_stream(scope, &stream);
+  if (status != NYB_OK) return status;
+  status = nyb_cuda_cache_reserve_in(scope, cache, tokens, stream);
+  if (status == NYB_OK) status = nyb_cuda_cache_wait(scope, stream);
+  scope->driver->StreamDestroy(stream);
+  return status;
+}
+
+static nyb_status create_in(nyb_cuda_scope *scope, nyb_cache *cache) {
+  nyb_status status = get_kernels(scope, cache);
+  if (status != NYB_OK) return status;
+  const int mode = nyb_cuda_relax(scope);
+  status = make_storages(scope, cache);
+  if (status == NYB_OK) status = nyb_cuda_cache_make_numbers(scope, cache, cache->batch);
+  nyb_cuda_restore_mode(scope, mode);
   return status;
 }
 
@@ -143,313 +353,101 @@ nyb_status nyb_cuda_cache_create(nyb_cache *cache) {
   nyb_cuda_scope scope;
   nyb_status status = nyb_cuda_enter(cache->context, &scope);
   if (status != NYB_OK) return status;
-  const size_t bytes = sizeof *cache->cuda + (size_t)cache->batch * sizeof(int32_t);
-  cache->cuda = nyb_allocate(cache->context, bytes, 64);
+  cache->cuda = nyb_allocate(cache->context, sizeof *cache->cuda, 64);
   if (cache->cuda == NULL) {
-    status = nyb_fail(NYB_ERROR_OUT_OF_MEMORY, "the allocator had no %zu bytes for a cache", bytes);
+    status = nyb_fail(NYB_ERROR_OUT_OF_MEMORY, "the allocator had no %zu bytes for a cache",
+                      sizeof *cache->cuda);
   } else {
-    memset(cache->cuda, 0, bytes);
+    memset(cache->cuda, 0, sizeof *cache->cuda);
     cache->cuda->home = nyb_cuda_home_of(&scope);
     status = create_in(&scope, cache);
-    if (status == NYB_OK) {
-      cache->view_lengths = cache->cuda->lengths;
-    } else {
-      nyb_release(cache->context, cache->cuda);
-      cache->cuda = NULL;
-    }
+    if (status == NYB_OK) status = take_first_pages(&scope, cache);
+    if (status != NYB_OK) release_all(cache, &scope);
   }
   nyb_cuda_leave(&scope);
   return status;
 }
 
 void nyb_cuda_cache_destroy(nyb_cache *cache) {
-  struct nyb_cuda_cache *const cuda = cache->cuda;
-  if (cuda == NULL) return;
+  if (cache->cuda == NULL) return;
   nyb_cuda_scope scope;
-  const bool alive = enter(cache, &scope) == NYB_OK;
-  const int mode = alive ? relax(&scope) : 0;
-  release(cache->context, alive ? &scope : NULL, cache->storage.block);
-  release(cache->context, alive ? &scope : NULL, cuda->lengths);
-  if (alive) {
-    restore_mode(&scope, mode);
-    nyb_cuda_leave(&scope);
-  }
-  nyb_release(cache->context, cuda);
-  cache->cuda = NULL;
+  const bool alive = nyb_cuda_cache_enter(cache, &scope) == NYB_OK;
+  const int mode = alive ? nyb_cuda_relax(&scope) : 0;
+  release_all(cache, alive ? &scope : NULL);
+  if (!alive) return;
+  nyb_cuda_restore_mode(&scope, mode);
+  nyb_cuda_leave(&scope);
 }
 
-/* ---- Growing -------------------------------------------------------------------------------- */
+/* ---- Trim, refresh, views ------------------------------------------------------------------- */
 
-/* All rows that there is room for, and not only those that the host has counted: graphs may have
- * appended more. *bytes counts them. */
-static nyb_status copy_array(const nyb_cuda_scope *scope, const nyb_cache *cache,
-                             const nyb_cache_storage *target, int part, int array, int64_t *bytes,
-                             nyb_stream stream) {
-  const nyb_cuda_driver *driver = scope->driver;
-  const nyb_cache_storage *source = &cache->storage;
-  const int64_t planes = cache->batch * cache->kv_heads;
-  const int64_t width = source->capacity_tokens * cache->part[part].row_bytes[array];
-  const int64_t from_pitch = source->plane_bytes[part][array];
-  const int64_t to_pitch = target->plane_bytes[part][array];
-  const nyb_cu_address from = address_of(source->array[part][array]);
-  const nyb_cu_address to = address_of(target->array[part][array]);
-  if (width == 0) return NYB_OK;
-  *bytes += width * planes;
-  if (planes > 1 && to_pitch <= MOST_PITCH_BYTES) {
-    const nyb_cu_copy_2d copy = {
-        .source_memory_type = NYB_CU_MEMORY_DEVICE,
-        .source_device = from,
-        .source_pitch_bytes = (size_t)from_pitch,
-        .target_memory_type = NYB_CU_MEMORY_DEVICE,
-        .target_device = to,
-        .target_pitch_bytes = (size_t)to_pitch,
-        .width_bytes = (size_t)width,
-        .height = (size_t)planes,
-    };
-    return nyb_cuda_check(driver, driver->Memcpy2DAsync(&copy, stream), "cuMemcpy2DAsync");
+static nyb_status drop_pages(nyb_cuda_scope *scope, nyb_cache *cache, int64_t first, int64_t end,
+                             int64_t tokens, nyb_stream stream) {
+  for (int64_t sequence = first; sequence < end; sequence++) {
+    nyb_cuda_cache_drop_pages(cache, sequence, nyb_larger(0, cache->lengths[sequence] - tokens));
   }
-  nyb_status status = NYB_OK;
-  for (int64_t plane = 0; plane < planes && status == NYB_OK; plane++) {
-    status = nyb_cuda_check(
-        driver,
-        driver->MemcpyDtoDAsync(to + (nyb_cu_address)(plane * to_pitch),
-                                from + (nyb_cu_address)(plane * from_pitch), (size_t)width, stream),
-        "cuMemcpyDtoDAsync");
-  }
-  return status;
+  return nyb_cuda_cache_send_tables(scope, cache, first, end, stream);
 }
 
-static nyb_status copy_tokens(const nyb_cuda_scope *scope, const nyb_cache *cache,
-                              const nyb_cache_storage *target, int64_t *bytes, nyb_stream stream) {
-  nyb_status status = NYB_OK;
-  for (int part = 0; part < NYB_CACHE_PARTS; part++) {
-    for (int array = 0; array < NYB_CACHE_ARRAYS && status == NYB_OK; array++) {
-      status = copy_array(scope, cache, target, part, array, bytes, stream);
-    }
-  }
-  return status;
-}
-
-static nyb_status refuse_capture(const nyb_cuda_scope *scope, const nyb_cache *cache,
-                                 int64_t tokens, nyb_stream stream) {
+static nyb_status trim_in(nyb_cuda_scope *scope, nyb_cache *cache, int64_t first, int64_t end,
+                          int64_t tokens, nyb_stream stream) {
   bool capturing;
-  const nyb_status status = nyb_cuda_capturing(scope, stream, &capturing);
-  if (status != NYB_OK || !capturing) return status;
-  return nyb_fail(NYB_ERROR_UNSUPPORTED,
-                  "stream %p is being captured and the cache would have to grow from %" PRId64
-                  " to %" PRId64 " tokens; nyb_cache_reserve makes room before the capture",
-                  stream, cache->storage.capacity_tokens, tokens);
-}
-
-/* A larger storage into which the tokens are on their way; the cache's own stays as it is. Undone
- * by drop_growth() or made the cache's by adopt_growth(), which both wait for the stream. */
-typedef struct growth {
-  nyb_cache_storage storage;
-  int64_t copied_bytes;
-} growth;
-
-static void drop_growth(const nyb_cuda_scope *scope, const nyb_cache *cache, growth *grown,
-                        nyb_stream stream) {
-  const int mode = relax(scope);
-  scope->driver->StreamSynchronize(stream);
-  release(cache->context, scope, grown->storage.block);
-  restore_mode(scope, mode);
-}
-
-static nyb_status begin_growth(const nyb_cuda_scope *scope, const nyb_cache *cache, int64_t tokens,
-                               growth *grown, nyb_stream stream) {
-  *grown = (growth){0};
-  nyb_status status = refuse_capture(scope, cache, tokens, stream);
-  if (status != NYB_OK) return status;
-  const int mode = relax(scope);
-  status = make_storage(scope, cache, tokens, &grown->storage);
-  restore_mode(scope, mode);
-  if (status != NYB_OK || cache->storage.block == NULL) return status;
-  status = copy_tokens(scope, cache, &grown->storage, &grown->copied_bytes, stream);
-  if (status != NYB_OK) drop_growth(scope, cache, grown, stream);
-  return status;
-}
-
-static nyb_status adopt_growth(const nyb_cuda_scope *scope, nyb_cache *cache, growth *grown,
-                               nyb_stream stream) {
-  const int mode = relax(scope);
-  nyb_status status = NYB_OK;
-  if (cache->storage.block != NULL) { /* the stream still reads it */
-    status = nyb_cuda_check(scope->driver, scope->driver->StreamSynchronize(stream),
-                            "cuStreamSynchronize");
-  }
-  if (status == NYB_OK) {
-    if (cache->storage.block != NULL) cache->reallocations++;
-    cache->copied_bytes += grown->copied_bytes;
-    release(cache->context, scope, cache->storage.block);
-    cache->storage = grown->storage;
-  } else {
-    release(cache->context, scope, grown->storage.block);
-  }
-  restore_mode(scope, mode);
-  return status;
-}
-
-nyb_status nyb_cuda_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_stream stream) {
-  nyb_cuda_scope scope;
-  nyb_status status = enter(cache, &scope);
-  if (status != NYB_OK) return status;
-  growth grown;
-  status = begin_growth(&scope, cache, tokens, &grown, stream);
-  if (status == NYB_OK) status = adopt_growth(&scope, cache, &grown, stream);
-  nyb_cuda_leave(&scope);
-  return status;
-}
-
-/* ---- Append --------------------------------------------------------------------------------- */
-
-static nyb_device_rows rows_of(const nyb_cache *cache, const nyb_cache_storage *storage, int part,
-                               const nyb_append *append) {
-  const nyb_stored stored = nyb_cache_stored(cache, storage, part);
-  const nyb_input *input = part == NYB_KEY ? &append->key : &append->value;
-  const int64_t shape[3] = {cache->batch, cache->kv_heads, append->tokens};
-  nyb_device_rows rows =
-      nyb_cuda_rows_of(input, &stored, &cache->part[part].layout, shape, cache->part[part].dim);
-  /* One token is stored behind others all the same. */
-  rows.codes_stride[2] = cache->part[part].row_bytes[NYB_CODES];
-  rows.scales_stride[2] = cache->part[part].row_bytes[NYB_SCALES];
-  rows.biases_stride[2] = cache->part[part].row_bytes[NYB_BIASES];
-  rows.wide_codes &= rows.codes_stride[2] % 16 == 0;
-  return rows;
-}
-
-static nyb_status launch_append(nyb_cuda_scope *scope, const nyb_cache *cache,
-                                const nyb_cache_storage *storage, const nyb_append *append,
-                                nyb_stream stream) {
-  nyb_device_append call = {
-      .key = rows_of(cache, storage, NYB_KEY, append),
-      .value = rows_of(cache, storage, NYB_VALUE, append),
-      .tokens = nyb_divider_of(append->tokens),
-      .capacity_tokens = storage->capacity_tokens,
-      .kv_heads = cache->kv_heads,
-      .lengths = cache->cuda->lengths,
-      .arrivals = cache->cuda->arrivals,
-      .non_finite = append->non_finite,
-      .rule = (int)cache->rule,
-  };
-  const int64_t rows = append->tokens * cache->kv_heads;
-  call.key_lanes = nyb_quotient_up(rows * call.key.lanes.divisor, WARP_THREADS) * WARP_THREADS;
-  call.value_lanes = rows * call.value.lanes.divisor;
-  const int64_t wanted = nyb_quotient_up(call.key_lanes + call.value_lanes, NYB_QUANTIZE_THREADS);
-  const int64_t most = INT32_MAX / cache->batch;
-  const int64_t blocks = wanted < most ? wanted : most;
-  call.blocks_per_sequence = nyb_divider_of(blocks);
-  const int64_t grid[3] = {cache->batch * blocks, 1, 1};
-  return nyb_cuda_launch(scope, cache->cuda->append, grid, &call, stream, true);
-}
-
-static nyb_status append_in(nyb_cuda_scope *scope, nyb_cache *cache, const nyb_append *append,
-                            nyb_stream stream) {
-  nyb_status status = nyb_cuda_check_pointer(scope, "append.key", "data", append->key.data);
-  if (status == NYB_OK) {
-    status = nyb_cuda_check_pointer(scope, "append.value", "data", append->value.data);
-  }
-  if (status == NYB_OK) {
-    status = nyb_cuda_check_pointer(scope, "append", "non_finite", append->non_finite);
-  }
-  if (status != NYB_OK) return status;
-  const int64_t needed_tokens = nyb_cache_longest(cache) + append->tokens;
-  if (needed_tokens <= cache->storage.capacity_tokens) {
-    return launch_append(scope, cache, &cache->storage, append, stream);
-  }
-  growth grown;
-  status =
-      begin_growth(scope, cache, nyb_cache_grown_capacity(cache, needed_tokens), &grown, stream);
-  if (status != NYB_OK) return status;
-  status = launch_append(scope, cache, &grown.storage, append, stream);
-  if (status != NYB_OK) {
-    drop_growth(scope, cache, &grown, stream);
-    return status;
-  }
-  return adopt_growth(scope, cache, &grown, stream);
-}
-
-nyb_status nyb_cuda_cache_append(nyb_cache *cache, const nyb_append *append, nyb_stream stream) {
-  nyb_cuda_scope scope;
-  nyb_status status = enter(cache, &scope);
-  if (status != NYB_OK) return status;
-  status = append_in(&scope, cache, append, stream);
-  if (status == NYB_OK) {
-    for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
-      cache->lengths[sequence] += (int32_t)append->tokens;
-    }
-  }
-  nyb_cuda_leave(&scope);
-  return status;
-}
-
-/* ---- Trim and refresh ----------------------------------------------------------------------- */
-
-nyb_status nyb_cuda_cache_trim(nyb_cache *cache, int64_t first, int64_t end, int64_t tokens,
-                               int64_t *most, nyb_stream stream) {
-  nyb_cuda_scope scope;
-  nyb_status status = enter(cache, &scope);
+  nyb_status status = nyb_cuda_cache_note_capture(scope, cache, stream, &capturing);
   if (status != NYB_OK) return status;
   nyb_device_trim call = {
-      .lengths = cache->cuda->lengths,
+      .places = nyb_cuda_cache_places(cache),
       .first = first,
       .count = end - first,
-      .tokens = tokens < INT32_MAX ? (int)tokens : INT32_MAX,
+      .tokens = tokens,
   };
-  const int64_t grid[3] = {nyb_quotient_up(end - first, NYB_TRIM_THREADS), 1, 1};
-  status = nyb_cuda_launch(&scope, cache->cuda->trim, grid, &call, stream, true);
-  nyb_cuda_leave(&scope);
-  if (status != NYB_OK) return status;
-  *most = 0;
-  for (int64_t sequence = first; sequence < end; sequence++) {
-    int32_t *const length = &cache->lengths[sequence];
-    const int32_t lost = *length < call.tokens ? *length : call.tokens;
-    *length -= lost;
-    if (lost > *most) *most = lost;
-  }
-  return NYB_OK;
+  const int64_t grid[3] = {nyb_quotient_up(end - first, NYB_CACHE_THREADS), 1, 1};
+  status = nyb_cuda_launch(scope, cache->cuda->trim, grid, &call, stream, true);
+  /* Where graphs append, nobody knows here which pages are filled. */
+  if (status != NYB_OK || cache->kind != NYB_CACHE_PAGED || cache->cuda->captured) return status;
+  return drop_pages(scope, cache, first, end, tokens, stream);
 }
 
-static nyb_status fetch_lengths(const nyb_cuda_scope *scope, nyb_cache *cache, nyb_stream stream) {
-  const nyb_cuda_driver *driver = scope->driver;
-  struct nyb_cuda_cache *const cuda = cache->cuda;
-  bool capturing;
-  nyb_status status = nyb_cuda_capturing(scope, stream, &capturing);
+nyb_status nyb_cuda_cache_trim(nyb_cache *cache, int64_t first, int64_t end, int64_t tokens,
+                               nyb_stream stream) {
+  nyb_cuda_scope scope;
+  nyb_status status = nyb_cuda_cache_enter(cache, &scope);
   if (status != NYB_OK) return status;
-  if (capturing) {
-    return nyb_fail(NYB_ERROR_UNSUPPORTED,
-                    "stream %p is being captured; nyb_cache_refresh waits for it, which must come "
-                    "before or after the capture",
-                    stream);
-  }
-  status = nyb_cuda_check(driver,
-                          driver->MemcpyDtoHAsync(cuda->staging, address_of(cuda->lengths),
-                                                  (size_t)cache->batch * sizeof(int32_t), stream),
-                          "cuMemcpyDtoHAsync");
-  if (status != NYB_OK) return status;
-  return nyb_cuda_check(driver, driver->StreamSynchronize(stream), "cuStreamSynchronize");
+  status = trim_in(&scope, cache, first, end, tokens, stream);
+  nyb_cuda_leave(&scope);
+  return status;
 }
 
 nyb_status nyb_cuda_cache_refresh(nyb_cache *cache, nyb_stream stream) {
   nyb_cuda_scope scope;
-  nyb_status status = enter(cache, &scope);
+  nyb_status status = nyb_cuda_cache_enter(cache, &scope);
   if (status != NYB_OK) return status;
-  status = fetch_lengths(&scope, cache, stream);
+  status = nyb_cuda_cache_refuse_capture(
+      &scope, stream,
+      "nyb_cache_refresh waits for it, which must come before or after the capture");
+  if (status == NYB_OK) status = nyb_cuda_cache_fetch_counts(&scope, cache, stream);
   nyb_cuda_leave(&scope);
-  if (status != NYB_OK) return status;
-  const int64_t capacity = cache->storage.capacity_tokens;
-  for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
-    const int32_t length = cache->cuda->staging[sequence];
-    cache->lengths[sequence] = length < 0 ? 0 : length > capacity ? (int32_t)capacity : length;
-  }
-  return NYB_OK;
+  return status;
+}
+
+nyb_cache_addresses nyb_cuda_cache_addresses(const nyb_cache *cache) {
+  const nyb_cuda_cache *cuda = cache->cuda;
+  return (nyb_cache_addresses){
+      .lengths = cuda->state.lengths,
+      .offsets = cuda->state.offsets,
+      .last_begins = cuda->state.last_begins,
+      .table = cuda->table,
+  };
 }
 
 void nyb_cuda_cache_matrix(const nyb_cuda_properties *properties, nyb_cuda_visit visit,
                            void *data) {
-  (void)properties; /* every format and dtype, on every device */
-  const nyb_cuda_spec append = {.program = &nyb_cuda_program_append};
-  const nyb_cuda_spec trim = {.program = &nyb_cuda_program_trim};
-  visit(data, &append, true);
-  visit(data, &trim, true);
+  (void)properties; /* every format, dtype and kind, on every device */
+  const nyb_cuda_program *const programs[] = {
+      &nyb_cuda_program_append,       &nyb_cuda_program_append_placed, &nyb_cuda_program_retire,
+      &nyb_cuda_program_trim,         &nyb_cuda_program_cache_patch,   &nyb_cuda_program_cache_copy,
+      &nyb_cuda_program_cache_reorder};
+  for (size_t i = 0; i < sizeof programs / sizeof programs[0]; i++) {
+    const nyb_cuda_spec spec = {.program = programs[i]};
+    visit(data, &spec, true);
+  }
 }

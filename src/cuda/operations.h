@@ -46,22 +46,25 @@ nyb_status nyb_cuda_geglu_run(nyb_context *context, const nyb_geglu *geglu, nyb_
 
 /* ---- KV cache ------------------------------------------------------------------------------- */
 
-/* What a cache has beside the host's part: made once cache->storage has been sized (its
- * block is NULL) and the host's lengths are 0. Sets cache->storage to memory of
- * cache->storage.capacity_tokens, cache->cuda and cache->view_lengths. */
+/* Memory for the cache's options, whose counts are all 0: storages, pages, and cache->cuda. */
 nyb_status nyb_cuda_cache_create(nyb_cache *cache);
 /* Gives all of it back, in a CUDA context that may be gone. */
 void nyb_cuda_cache_destroy(nyb_cache *cache);
 
-/* append->tokens is at least 1, and fits as the host counts. Grows by nyb_cache_grown_capacity().
- * On success cache->lengths has been moved along too. */
+/* What nyb_cache_view() gives. */
+nyb_cache_addresses nyb_cuda_cache_addresses(const nyb_cache *cache);
+
+/* append->tokens is at least 1, and fits as the host counts; append->padding is the host's. Grows
+ * by nyb_cache_grown_capacity(). On success the host's counts have been moved along too. */
 nyb_status nyb_cuda_cache_append(nyb_cache *cache, const nyb_append *append, nyb_stream stream);
 /* tokens is more than the capacity, and allowed. */
 nyb_status nyb_cuda_cache_reserve(nyb_cache *cache, int64_t tokens, nyb_stream stream);
-/* Sequences [first, end); tokens may exceed a length. On success the lengths on both sides have
- * been moved and *most says how many tokens the host saw a sequence lose. */
+nyb_status nyb_cuda_cache_reserve_pages(nyb_cache *cache, int64_t tokens, nyb_stream stream);
+/* Sequences [first, end); tokens may exceed a length. The caller moves the host's counts. */
 nyb_status nyb_cuda_cache_trim(nyb_cache *cache, int64_t first, int64_t end, int64_t tokens,
-                               int64_t *most, nyb_stream stream);
+                               nyb_stream stream);
+nyb_status nyb_cuda_cache_reorder(nyb_cache *cache, const int64_t *sources, int64_t count,
+                                  nyb_stream stream);
 nyb_status nyb_cuda_cache_refresh(nyb_cache *cache, nyb_stream stream);
 
 /* ---- The shipped matrix --------------------------------------------------------------------- */

@@ -658,19 +658,21 @@ DEFINE(cuThreadExchangeStreamCaptureMode, (int *mode)) {
   LEAVE();
 }
 
-/* ---- What only the checks use (tests/check_device.h): accepted, and nothing done ---------------
+/* ---- What only the checks use (tests/check_device.h): accepted, and little done ----------------
  */
 
 static char graph_handle;
 
 DEFINE(cuStreamBeginCapture_v2, (nyb_stream stream, int mode)) {
-  (void)stream;
   (void)mode;
-  return 0;
+  ENTER("cuStreamBeginCapture");
+  IF_GOOD control.capturing = stream;
+  LEAVE();
 }
 
 DEFINE(cuStreamEndCapture, (nyb_stream stream, void **graph)) {
   (void)stream;
+  control.capturing = NULL;
   *graph = &graph_handle;
   return 0;
 }
@@ -684,6 +686,7 @@ DEFINE(cuGraphInstantiateWithFlags, (void **executable, void *graph, unsigned lo
 DEFINE(cuGraphLaunch, (void *executable, nyb_stream stream)) {
   (void)executable;
   (void)stream;
+  if (control.graph_launch != NULL) control.graph_launch(control.launch_data);
   return 0;
 }
 

@@ -32,12 +32,16 @@ typedef struct fake_cuda_control {
   nyb_cu_result fail_result;
   int64_t fail_after;
 
-  /* What cuStreamIsCapturing says of this stream. */
+  /* What cuStreamIsCapturing says of this stream; set between cuStreamBeginCapture and
+   * cuStreamEndCapture. */
   nyb_stream capturing;
 
   /* Called by each launch, in place of the kernel; may be NULL. */
   void (*launch)(void *data, const char *kernel, const nyb_cu_launch *launch, void *arguments);
   void *launch_data;
+  /* Called by cuGraphLaunch; may be NULL. What a capture holds is the business of `launch`, which
+   * sees its launches as all others. */
+  void (*graph_launch)(void *launch_data);
 
   /* Out. Those of one call: fake_cuda_calls(). */
   const char *failed_call; /* the last that was made to fail */

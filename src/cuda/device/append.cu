@@ -1,30 +1,25 @@
 // SPDX-License-Identifier: Apache-2.0
-// Tokens of K and V to the end of every sequence of a cache, and the lengths moved along. Some
-// blocks serve each sequence; the last of them to have read its length moves it.
+// Tokens of K and V to the end of every sequence of a contiguous cache, and the lengths moved
+// along. Some blocks serve each sequence; the last of them to have read its length moves it.
 //
 // One token is so little work that what counts is the way to the first load: everything that does
 // not depend on the kernels before is done while they end.
-#include "quantize_lane.cuh"
+#include "append_lane.cuh"
 
-// A thread's place among the lanes of a sequence: the key's, padded to whole warps, then the
-// value's.
+// A thread's place among the lanes of a sequence.
 struct sequence_lane {
   lane at;
-  bool is_key;
-  bool own;  // or one of the padding's
+  bool is_key, own;
 };
 
 NYB_FUNCTION sequence_lane find_lane(const nyb_device_append &call, int64_t sequence,
                                      int64_t number) {
+  const row_lane row = find_row(call, number);
   sequence_lane found;
-  found.is_key = number < call.key_lanes;
-  const nyb_device_rows &rows = found.is_key ? call.key : call.value;
-  if (!found.is_key) number -= call.key_lanes;
-  found.own = number < call.tokens.divisor * rows.lanes.divisor * call.kv_heads;
-  int64_t index, token;
-  const int64_t row = nyb_split(found.own ? number : 0, &rows.lanes, &index);
-  const int64_t head = nyb_split(row, &call.tokens, &token);
-  found.at = lane_of(rows, sequence, head, token, index);
+  found.is_key = row.is_key;
+  found.own = row.own;
+  found.at =
+      lane_of(found.is_key ? call.key : call.value, sequence, row.head, row.token, row.index);
   if (!found.own) found.at.count = 0;
   return found;
 }
@@ -38,7 +33,7 @@ NYB_FUNCTION bool append_lane(const nyb_device_append &call, const sequence_lane
   at.codes += length * rows.codes_stride[2];
   at.scales += length * rows.scales_stride[2];
   at.biases += length * rows.biases_stride[2];
-  return quantize_lane(rows, at, found.own && fits, call.rule, elements);
+  return quantize_lane(rows, at, found.own && fits, call.rule, rows.input_dtype, elements);
 }
 
 NYB_FUNCTION void load(uint32_t elements[NYB_LANE_ELEMENTS], const nyb_device_append &call,
@@ -73,12 +68,6 @@ extern "C" __global__ void __launch_bounds__(NYB_QUANTIZE_THREADS)
 
   __syncthreads();  // every thread of the block has its length
   if (threadIdx.x != 0) return;
-  const int64_t blocks = call.blocks_per_sequence.divisor;
-  bool last = true;
-  if (blocks > 1) {
-    __threadfence();
-    last = atomicAdd(&call.arrivals[sequence], 1u) == static_cast<unsigned>(blocks - 1);
-    if (last) call.arrivals[sequence] = 0;
-  }
+  const bool last = is_last_block(call, sequence);
   if (last && fits) call.lengths[sequence] = static_cast<int>(length + call.tokens.divisor);
 }

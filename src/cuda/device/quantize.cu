@@ -20,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(NYB_QUANTIZE_THREADS)
     if (!own) at.count = 0;
     uint32_t elements[NYB_LANE_ELEMENTS];
     load_elements(elements, at.floats, call.rows.input_dtype, call.rows.wide_input, at.count);
-    const bool stored = quantize_lane(call.rows, at, own, call.rule, elements);
+    const bool stored =
+        quantize_lane(call.rows, at, own, call.rule, call.rows.input_dtype, elements);
     if (!stored && call.non_finite != nullptr) *call.non_finite = 1;
   }
 }

@@ -1,12 +1,12 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The parameters of the kernels quantize, append, trim and dequantize, for the host's compiler and
+/* The parameters of the kernels quantize, append and dequantize, for the host's compiler and
  * the device's. Strides are in bytes: batch, head, token. */
 #ifndef NYB_QUANTIZE_ARGUMENTS_H
 #define NYB_QUANTIZE_ARGUMENTS_H
 
 #include "portable.cuh"
 
-enum { NYB_QUANTIZE_THREADS = 256, NYB_TRIM_THREADS = 256 }; /* of a block */
+enum { NYB_QUANTIZE_THREADS = 256 }; /* of a block */
 
 /* Rows of floats and the rows in which they are stored. A row is cut into lanes of eight elements,
  * the last of which may be short in plain rows; a lane is a thread's work. */
@@ -44,12 +44,5 @@ typedef struct nyb_device_append {
   int rule;
   int padding;
 } nyb_device_append;
-
-typedef struct nyb_device_trim {
-  int *lengths;
-  long long first, count; /* sequences */
-  int tokens;
-  int padding;
-} nyb_device_trim;
 
 #endif

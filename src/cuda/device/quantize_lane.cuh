@@ -105,6 +105,12 @@ NYB_FUNCTION int64_t offset_of(const long long stride[3], int64_t batch, int64_t
 
 NYB_FUNCTION int bytes_of(int dtype) { return dtype == NYB_DEVICE_F32 ? 4 : 2; }
 
+NYB_FUNCTION const char *floats_of(const nyb_device_rows &rows, int64_t batch, int64_t head,
+                                   int64_t token, int64_t index) {
+  return rows.input + offset_of(rows.input_stride, batch, head, token) +
+         index * (NYB_LANE_ELEMENTS * bytes_of(rows.input_dtype));
+}
+
 // Lane `index` of a row.
 NYB_FUNCTION lane lane_of(const nyb_device_rows &rows, int64_t batch, int64_t head, int64_t token,
                           int64_t index) {
@@ -112,8 +118,7 @@ NYB_FUNCTION lane lane_of(const nyb_device_rows &rows, int64_t batch, int64_t he
   const int stored_bytes = bytes_of(rows.stored_dtype);
   const int64_t group = index >> rows.group_shift, rest = rows.dim - index * NYB_LANE_ELEMENTS;
   lane at;
-  at.floats = rows.input + offset_of(rows.input_stride, batch, head, token) +
-              index * (NYB_LANE_ELEMENTS * bytes_of(rows.input_dtype));
+  at.floats = floats_of(rows, batch, head, token, index);
   at.codes = rows.codes + offset_of(rows.codes_stride, batch, head, token) +
              index * (plain ? NYB_LANE_ELEMENTS * stored_bytes : rows.bits);
   at.scales =
@@ -156,11 +161,12 @@ NYB_FUNCTION uint32_t narrowed(int dtype, float value) {
 
 // False where it could not be stored and zeros stand there instead.
 NYB_FUNCTION bool quantize_affine(const nyb_device_rows &rows, const lane &at, bool writes,
-                                  int rule, const uint32_t elements[NYB_LANE_ELEMENTS]) {
+                                  int rule, int input_dtype,
+                                  const uint32_t elements[NYB_LANE_ELEMENTS]) {
   float values[NYB_LANE_ELEMENTS];
-  if (rows.input_dtype == NYB_DEVICE_BF16) {  // once, not for every element
+  if (input_dtype == NYB_DEVICE_BF16) {  // once, not for every element
     widen(elements, NYB_DEVICE_BF16, values);
-  } else if (rows.input_dtype == NYB_DEVICE_F16) {
+  } else if (input_dtype == NYB_DEVICE_F16) {
     widen(elements, NYB_DEVICE_F16, values);
   } else {
     widen(elements, NYB_DEVICE_F32, values);
@@ -182,25 +188,26 @@ NYB_FUNCTION bool quantize_affine(const nyb_device_rows &rows, const lane &at, b
   return scaling.storable;
 }
 
-NYB_FUNCTION bool quantize_plain(const nyb_device_rows &rows, const lane &at, bool writes,
-                                 const uint32_t elements[NYB_LANE_ELEMENTS]) {
+NYB_FUNCTION bool quantize_plain(const lane &at, bool writes, int input_dtype, int stored_dtype,
+                                 bool wide, const uint32_t elements[NYB_LANE_ELEMENTS]) {
   if (!writes) return true;
   bool storable = true;
   uint32_t converted[NYB_LANE_ELEMENTS];
 #pragma unroll
   for (int i = 0; i < NYB_LANE_ELEMENTS; i++) {
-    converted[i] = nyb_convert(rows.input_dtype, rows.stored_dtype, elements[i]);
-    if (nyb_is_finite(rows.stored_dtype, converted[i])) continue;
+    converted[i] = nyb_convert(input_dtype, stored_dtype, elements[i]);
+    if (nyb_is_finite(stored_dtype, converted[i])) continue;
     converted[i] = 0;
     storable = false;
   }
-  store_elements(converted, at.codes, rows.stored_dtype, rows.wide_codes, at.count);
+  store_elements(converted, at.codes, stored_dtype, wide, at.count);
   return storable;
 }
 
-// All of the warp comes here, with rows that are the same for all of it.
+// Elements of input_dtype. All of the warp comes here, with rows that are the same for all of it.
 NYB_FUNCTION bool quantize_lane(const nyb_device_rows &rows, const lane &at, bool writes, int rule,
-                                const uint32_t elements[NYB_LANE_ELEMENTS]) {
-  return rows.bits == 0 ? quantize_plain(rows, at, writes, elements)
-                        : quantize_affine(rows, at, writes, rule, elements);
+                                int input_dtype, const uint32_t elements[NYB_LANE_ELEMENTS]) {
+  return rows.bits == 0
+             ? quantize_plain(at, writes, input_dtype, rows.stored_dtype, rows.wide_codes, elements)
+             : quantize_affine(rows, at, writes, rule, input_dtype, elements);
 }

@@ -1,0 +1,493 @@
+/* SPDX-License-Identifier: Apache-2.0 */
+/* Every kind of cache on CUDA without a GPU: the checks of `nybble verify --backend cuda` walk over
+ * the fake driver, whose launches run what the kernels consist of, compiled for the host, with the
+ * CPU's quantizer. So the host's code and the arithmetic are the real ones; the kernels' threads
+ * are not. And what only a driver that can be told to fail or to capture can show. */
+#define _POSIX_C_SOURCE 200809L
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#include <cmocka.h>
+
+#include "../src/cuda/device/cache_append.cuh"
+#include "../src/cuda/device/quantize.cuh"
+#include "check.h"
+#include "check_stage.h"
+#include "fake_cuda/open.h"
+
+static fake_cuda_library fake;
+static nyb_context *cpu; /* whose quantizer stands in for the GPU's */
+
+static void ok(nyb_status status) {
+  if (status != NYB_OK) fail_msg("%s: %s", nyb_status_name(status), nyb_last_error());
+}
+
+static void refused(nyb_status status, nyb_status expected, const char *words) {
+  if (status != expected || strstr(nyb_last_error(), words) == NULL) {
+    fail_msg("%s: %s; not %s with \"%s\"", nyb_status_name(status), nyb_last_error(),
+             nyb_status_name(expected), words);
+  }
+}
+
+/* ---- The kernels ------------------------------------------------------------------------------
+ */
+
+enum { MOST_DIM = 256 };
+
+static long long along(const long long stride[3], int64_t block, int64_t head, int64_t slot) {
+  return block * stride[0] + head * stride[1] + slot * stride[2];
+}
+
+/* A row of floats to where rows of the body stand. False where it could not be stored. */
+static bool store_row(const nyb_device_rows *rows, const void *floats, int dtype, int rule,
+                      const nyb_cache_place *place, int64_t head) {
+  const bool affine = rows->bits > 0;
+  nyb_quantize quantize = NYB_QUANTIZE_INIT;
+  quantize.batch = quantize.heads = quantize.tokens = 1;
+  quantize.dim = rows->dim;
+  quantize.rule = (nyb_rule)rule;
+  quantize.input = (nyb_input){.data = floats, .dtype = (nyb_dtype)dtype};
+  quantize.output = (nyb_stored_output){
+      .format = {.scheme = affine ? NYB_AFFINE : NYB_PLAIN,
+                 .bits = rows->bits,
+                 .group_size = affine ? NYB_LANE_ELEMENTS << rows->group_shift : 0,
+                 .dtype = (nyb_dtype)rows->stored_dtype},
+      .codes = rows->codes + along(rows->codes_stride, place->block, head, place->slot)};
+  if (affine) {
+    quantize.output.scales =
+        rows->scales + along(rows->scales_stride, place->block, head, place->slot);
+    quantize.output.biases =
+        rows->biases + along(rows->biases_stride, place->block, head, place->slot);
+  }
+  return nyb_quantize_run(cpu, &quantize, NULL) == NYB_OK;
+}
+
+static void run_append(const nyb_device_append *call, int64_t batch) {
+  for (int64_t sequence = 0; sequence < batch; sequence++) {
+    const int64_t length = nyb_brought_to(call->lengths[sequence], 0, call->capacity_tokens);
+    const int64_t tokens = call->tokens.divisor;
+    bool stored = tokens <= call->capacity_tokens - length;
+    for (int64_t i = 0; i < 2 * call->kv_heads * tokens && stored; i++) {
+      const nyb_device_rows *rows = i % 2 == 0 ? &call->key : &call->value;
+      const int64_t head = i / 2 / tokens, token = i / 2 % tokens;
+      const nyb_cache_place place = {NYB_BODY, sequence, length + token, 1};
+      stored = store_row(rows, rows->input + along(rows->input_stride, sequence, head, token),
+                         rows->input_dtype, call->rule, &place, head);
+    }
+    if (stored) call->lengths[sequence] = (int)(length + tokens);
+    if (!stored && call->non_finite != NULL) *call->non_finite = 1;
+  }
+}
+
+static bool place_row(const nyb_device_placed *call, const nyb_append_plan *plan, int64_t sequence,
+                      int part, int64_t head, int64_t token) {
+  const nyb_device_rows *rows = part == 0 ? &call->key : &call->value;
+  const nyb_cache_place place = nyb_appended_place(&call->places, plan, sequence, token);
+  const char *floats = rows->input + along(rows->input_stride, sequence, head, token);
+  if (call->part_dtype == 0) {
+    return store_row(rows, floats, rows->input_dtype, call->rule, &place, head);
+  }
+  uint32_t wide[MOST_DIM];
+  uint16_t narrow[MOST_DIM];
+  const bool is_wide = call->part_dtype == NYB_DEVICE_F32;
+  for (int64_t i = 0; i < rows->dim; i++) {
+    uint32_t bits;
+    assert_int_equal(rows->input_dtype, NYB_DEVICE_F32);
+    memcpy(&bits, floats + i * 4, sizeof bits);
+    wide[i] = nyb_convert(rows->input_dtype, call->part_dtype, bits);
+    narrow[i] = (uint16_t)wide[i];
+  }
+  const void *rounded = is_wide ? (const void *)wide : narrow;
+  if (place.region == NYB_BODY) {
+    return store_row(rows, rounded, call->part_dtype, call->rule, &place, head);
+  }
+  const nyb_device_plain *plain =
+      place.region == NYB_FIRST ? &call->first[part] : &call->last[part];
+  memcpy(plain->rows + along(plain->stride, place.block, head, place.slot), rounded,
+         (size_t)rows->dim * (is_wide ? 4 : 2));
+  return true;
+}
+
+static void run_append_placed(const nyb_device_placed *call, int64_t batch) {
+  for (int64_t sequence = 0; sequence < batch; sequence++) {
+    const nyb_append_plan plan = nyb_append_plan_of(call, sequence);
+    bool stored = plan.fits;
+    for (int64_t i = 0; i < 2 * call->kv_heads && plan.fits; i++) {
+      for (int64_t token = plan.padding; token < call->append_tokens; token++) {
+        stored &= place_row(call, &plan, sequence, (int)(i % 2), i / 2, token);
+      }
+    }
+    if (plan.fits) nyb_set_sequence_at(&call->places, sequence, &plan.after);
+    if (!stored && call->non_finite != NULL) *call->non_finite = 1;
+  }
+}
+
+static void run_retire(const nyb_device_placed *call, int64_t batch) {
+  for (int64_t sequence = 0; sequence < batch; sequence++) {
+    const nyb_append_plan plan = nyb_append_plan_of(call, sequence);
+    const int64_t retired = nyb_retired_tokens(&plan);
+    assert_true(retired <= call->tokens.divisor);
+    for (int64_t i = 0; i < 2 * call->kv_heads * retired && retired > 0; i++) {
+      const nyb_device_rows *rows = i % 2 == 0 ? &call->key : &call->value;
+      const int64_t head = i / 2 / retired, token = plan.before.last_begin + i / 2 % retired;
+      const nyb_cache_place from =
+          nyb_mixed_place(&call->places.kind, &plan.before, sequence, token);
+      const nyb_cache_place to = nyb_kind_place_of(&call->places.kind, call->places.body_tokens,
+                                                   &plan.after, sequence, NULL, token);
+      assert_int_equal(from.region, NYB_LAST);
+      assert_int_equal(to.region, NYB_BODY);
+      store_row(rows, rows->input + along(rows->input_stride, from.block, head, from.slot),
+                rows->input_dtype, call->rule, &to, head);
+    }
+  }
+}
+
+static void run_trim(const nyb_device_trim *call, int64_t batch) {
+  (void)batch;
+  for (int64_t i = 0; i < call->count; i++) nyb_trim_sequence(call, call->first + i);
+}
+
+static void run_patch(const nyb_device_patch *call, int64_t batch) {
+  (void)batch;
+  for (int i = 0; i < call->count; i++) call->words[call->place[i]] = call->value[i];
+}
+
+static void run_copy(const nyb_device_copy *call, int64_t batch) {
+  (void)batch;
+  for (int array = 0; array < NYB_REGION_ARRAYS; array++) {
+    for (int64_t i = 0; i < call->count * call->kv_heads; i++) {
+      if (call->array[array].row_bytes == 0) continue;
+      int64_t unit = 0;
+      while (nyb_copy_unit(call, array, (int)(i / call->kv_heads), i % call->kv_heads, unit))
+        unit++;
+    }
+  }
+}
+
+static void run_reorder(const nyb_device_reorder *call, int64_t batch) {
+  (void)batch;
+  for (int array = 0; array < NYB_REORDER_ARRAYS; array++) {
+    for (int64_t head = 0; head < call->kv_heads && call->array[array].row_bytes > 0; head++) {
+      int64_t unit = 0;
+      while (nyb_reorder_unit(call, array, head, unit)) unit++;
+    }
+  }
+}
+
+/* ---- Launches, at once or into a graph --------------------------------------------------------
+ */
+
+typedef union arguments {
+  nyb_device_append append;
+  nyb_device_placed placed;
+  nyb_device_trim trim;
+  nyb_device_patch patch;
+  nyb_device_copy copy;
+  nyb_device_reorder reorder;
+} arguments;
+
+typedef struct launched {
+  char kernel[32];
+  int64_t blocks;
+  arguments call;
+} launched;
+
+enum { MOST_RECORDED = 32 };
+static launched recorded[MOST_RECORDED];
+static int recorded_count;
+static int64_t recorded_capture; /* of the captures so far */
+
+static size_t arguments_bytes(const char *kernel) {
+  static const struct {
+    const char *kernel;
+    size_t bytes;
+  } all[] = {
+      {"append", sizeof(nyb_device_append)},        {"append_placed", sizeof(nyb_device_placed)},
+      {"retire", sizeof(nyb_device_placed)},        {"trim", sizeof(nyb_device_trim)},
+      {"cache_patch", sizeof(nyb_device_patch)},    {"cache_copy", sizeof(nyb_device_copy)},
+      {"cache_reorder", sizeof(nyb_device_reorder)}};
+  for (size_t i = 0; i < sizeof all / sizeof all[0]; i++) {
+    if (strcmp(all[i].kernel, kernel) == 0) return all[i].bytes;
+  }
+  fail_msg("no such kernel of caches: %s", kernel);
+  return 0;
+}
+
+static void run_launched(const launched *l) {
+  const arguments *call = &l->call;
+  if (strcmp(l->kernel, "append") == 0) {
+    run_append(&call->append, l->blocks / call->append.blocks_per_sequence.divisor);
+  } else if (strcmp(l->kernel, "append_placed") == 0) {
+    run_append_placed(&call->placed, l->blocks / call->placed.blocks_per_sequence.divisor);
+  } else if (strcmp(l->kernel, "retire") == 0) {
+    run_retire(&call->placed, l->blocks / call->placed.blocks_per_sequence.divisor);
+  } else if (strcmp(l->kernel, "trim") == 0) {
+    run_trim(&call->trim, 0);
+  } else if (strcmp(l->kernel, "cache_patch") == 0) {
+    run_patch(&call->patch, 0);
+  } else if (strcmp(l->kernel, "cache_copy") == 0) {
+    run_copy(&call->copy, 0);
+  } else {
+    run_reorder(&call->reorder, 0);
+  }
+}
+
+static void take_launch(void *data, const char *kernel, const nyb_cu_launch *launch, void *given) {
+  (void)data;
+  launched l = {.blocks = launch->grid[0]};
+  snprintf(l.kernel, sizeof l.kernel, "%s", kernel);
+  memcpy(&l.call, given, arguments_bytes(kernel));
+  if (launch->stream == NULL || launch->stream != fake.cuda->capturing) {
+    run_launched(&l);
+    return;
+  }
+  const int64_t capture = fake.calls("cuStreamBeginCapture");
+  if (capture != recorded_capture) recorded_count = 0;
+  recorded_capture = capture;
+  assert_true(recorded_count < MOST_RECORDED);
+  recorded[recorded_count++] = l;
+}
+
+static void launch_graph(void *data) {
+  (void)data;
+  for (int i = 0; i < recorded_count; i++) run_launched(&recorded[i]);
+}
+
+/* ---- The walks of verify ----------------------------------------------------------------------
+ */
+
+static void test_walks(void **state) {
+  (void)state;
+  const check_options options = {
+      .quick = true, .backend = NYB_BACKEND_CUDA, .operation = "append", .without_attention = true};
+  check_run *run = check_all(&options);
+  if (run == NULL) fail_msg("%s", check_error());
+  for (int64_t i = 0; i < run->failures_kept; i++) print_error("%s\n", run->failures[i]);
+  assert_int_equal(run->failed, 0);
+  assert_true(run->passed >= 24);
+  check_free(run);
+}
+
+/* ---- Caches of a few rows ---------------------------------------------------------------------
+ */
+
+enum { BATCH = 3, HEADS = 2, DIM = 64 };
+
+typedef struct scene {
+  nyb_context *context;
+  nyb_cache *cache;
+  float *rows; /* on the device, of up to 64 tokens */
+  int32_t *flag;
+  device_stream stream;
+} scene;
+
+static void *zeroed(int64_t bytes) {
+  void *memory = device_allocate(bytes);
+  assert_non_null(memory);
+  assert_true(device_fill(memory, 0, bytes, NULL));
+  return memory;
+}
+
+static void start(scene *s, nyb_cache_options options) {
+  nyb_context_options context = NYB_CONTEXT_OPTIONS_INIT;
+  context.backend = NYB_BACKEND_CUDA;
+  assert_true(check_stage_open(0));
+  *s = (scene){.stream = check_stage_stream()};
+  ok(nyb_context_create(&context, &s->context));
+  options.struct_size = sizeof options;
+  options.batch = BATCH;
+  options.kv_heads = HEADS;
+  options.key_dim = options.value_dim = DIM;
+  options.key_format = options.value_format = (nyb_format){NYB_AFFINE, 4, 32, NYB_F32};
+  ok(nyb_cache_create(s->context, &options, &s->cache));
+  s->rows = zeroed(8 * HEADS * 64 * DIM * (int64_t)sizeof(float));
+  s->flag = zeroed(sizeof *s->flag);
+}
+
+static void finish(scene *s) {
+  nyb_cache_destroy(s->cache);
+  nyb_context_destroy(s->context);
+  device_free(s->rows);
+  device_free(s->flag);
+  check_stage_close();
+  device_close();
+}
+
+static nyb_status append(scene *s, int64_t tokens) {
+  nyb_append call = NYB_APPEND_INIT;
+  call.tokens = tokens;
+  call.key = (nyb_input){s->rows, NYB_F32, {HEADS * 64 * DIM, 64 * DIM, DIM}};
+  call.value = call.key;
+  call.non_finite = s->flag;
+  return nyb_cache_append(s->cache, &call, s->stream);
+}
+
+static nyb_cache_options of_kind(int kind) {
+  static const nyb_cache_options options[] = {
+      {.page_tokens = 0},
+      {.window_tokens = 8, .window_keep_tokens = 2},
+      {.first_tokens = 3, .last_tokens = 5, .part_dtype = NYB_BF16},
+      {.page_tokens = 16}};
+  return options[kind];
+}
+
+/* Within the memory that there is no call of a decoder waits or allocates. */
+static void test_decoding_neither_waits_nor_allocates(void **state) {
+  (void)state;
+  for (int kind = 0; kind < 4; kind++) {
+    static const int64_t beams[BATCH] = {1, 1, 0};
+    scene s;
+    start(&s, of_kind(kind));
+    ok(append(&s, 12)); /* rings hold more than their window, once */
+    ok(nyb_cache_reserve(s.cache, 100, s.stream));
+    ok(append(&s, 1));
+    ok(nyb_cache_reorder(s.cache, beams, BATCH, s.stream)); /* its kernel is compiled */
+    const int64_t waits = fake.calls("cuStreamSynchronize"), memory = fake.calls("cuMemAlloc");
+    for (int i = 0; i < 60; i++) {
+      ok(append(&s, 1));
+      if (i % 7 == 0) ok(nyb_cache_trim(s.cache, NYB_ALL_SEQUENCES, 1, NULL, s.stream));
+      if (kind != 3) ok(nyb_cache_reorder(s.cache, beams, BATCH, s.stream));
+    }
+    assert_int_equal(fake.calls("cuStreamSynchronize"), waits);
+    assert_int_equal(fake.calls("cuMemAlloc"), memory);
+    finish(&s);
+  }
+}
+
+static void test_pages_in_graphs(void **state) {
+  (void)state;
+  static const int64_t all_the_first[BATCH] = {0, 0, 0};
+  scene s;
+  start(&s, of_kind(3));
+  ok(append(&s, 20));
+  assert_true(device_capture_begin(s.stream));
+  ok(append(&s, 1)); /* the page has room */
+  refused(append(&s, 30), NYB_ERROR_UNSUPPORTED, "nyb_cache_reserve gives them");
+  refused(nyb_cache_reserve(s.cache, 100, s.stream), NYB_ERROR_UNSUPPORTED, "being captured");
+  refused(nyb_cache_reorder(s.cache, all_the_first, BATCH, s.stream), NYB_ERROR_UNSUPPORTED,
+          "nyb_cache_reorder moves what there is");
+  refused(nyb_cache_refresh(s.cache, s.stream), NYB_ERROR_UNSUPPORTED, "being captured");
+  device_graph *graph = device_capture_end(s.stream);
+  for (int i = 0; i < 20; i++) assert_true(device_graph_launch(graph, s.stream));
+  ok(nyb_cache_refresh(s.cache, s.stream));
+  for (int i = 0; i < BATCH; i++) assert_int_equal(nyb_cache_length(s.cache, i), 32);
+  assert_int_equal(*s.flag, 1); /* the 13th found no page */
+  *s.flag = 0;
+  ok(nyb_cache_reserve(s.cache, 48, s.stream));
+  assert_true(device_graph_launch(graph, s.stream));
+  ok(nyb_cache_refresh(s.cache, s.stream));
+  assert_int_equal(nyb_cache_length(s.cache, 1), 33);
+  assert_int_equal(*s.flag, 0);
+  /* Pages that are shared now: nothing is written to them. */
+  ok(nyb_cache_reorder(s.cache, all_the_first, BATCH, s.stream));
+  assert_true(device_graph_launch(graph, s.stream));
+  ok(nyb_cache_refresh(s.cache, s.stream));
+  for (int i = 0; i < BATCH; i++) assert_int_equal(nyb_cache_length(s.cache, i), 33);
+  assert_int_equal(*s.flag, 1);
+  *s.flag = 0;
+  assert_true(device_capture_begin(s.stream));
+  refused(append(&s, 1), NYB_ERROR_UNSUPPORTED, "pages of their own");
+  device_graph_destroy(device_capture_end(s.stream));
+  ok(nyb_cache_reserve(s.cache, 40, s.stream));
+  assert_true(device_capture_begin(s.stream));
+  ok(append(&s, 1));
+  device_graph *next = device_capture_end(s.stream);
+  assert_true(device_graph_launch(next, s.stream));
+  ok(nyb_cache_refresh(s.cache, s.stream));
+  for (int i = 0; i < BATCH; i++) assert_int_equal(nyb_cache_length(s.cache, i), 34);
+  assert_int_equal(*s.flag, 0);
+  device_graph_destroy(graph);
+  device_graph_destroy(next);
+  finish(&s);
+}
+
+static void test_rings_in_graphs(void **state) {
+  (void)state;
+  scene s;
+  start(&s, of_kind(1));
+  ok(append(&s, 3));
+  ok(nyb_cache_reserve(s.cache, 8, s.stream));
+  assert_true(device_capture_begin(s.stream));
+  refused(append(&s, 4), NYB_ERROR_UNSUPPORTED, "where the window is full");
+  ok(append(&s, 1));
+  device_graph *graph = device_capture_end(s.stream);
+  for (int i = 0; i < 100; i++) assert_true(device_graph_launch(graph, s.stream));
+  ok(nyb_cache_refresh(s.cache, s.stream));
+  assert_int_equal(nyb_cache_length(s.cache, 2), 103);
+  assert_int_equal(nyb_cache_held_tokens(s.cache, 2), 8);
+  assert_int_equal(*s.flag, 0);
+  device_graph_destroy(graph);
+  finish(&s);
+}
+
+/* Whichever call of the driver fails, a cache holds what it held, and can go on. */
+static void test_calls_that_fail(void **state) {
+  (void)state;
+  static const int64_t doubled[5] = {0, 1, 1, 2, 0};
+  for (int kind = 0; kind < 4; kind++) {
+    int failures = 0;
+    int64_t kept = fake.cuda->live_allocations; /* what cuMemFree itself has kept */
+    for (int64_t after = 0; after < 40; after++) {
+      scene s;
+      start(&s, of_kind(kind));
+      ok(append(&s, 11));
+      for (int operation = 0; operation < 3; operation++) {
+        fake.cuda->fail_result = 2; /* out of memory */
+        fake.cuda->fail_after = after;
+        fake.cuda->fail_call = "*";
+        fake.cuda->failed_call = NULL;
+        nyb_status status = NYB_OK;
+        for (int attempt = 0; attempt < 2; attempt++) {
+          if (attempt == 1 && status == NYB_OK) break;
+          status = operation == 0   ? append(&s, 40)
+                   : operation == 1 ? nyb_cache_reserve(s.cache, 200, s.stream)
+                                    : nyb_cache_reorder(s.cache, doubled, 5, s.stream);
+          fake.cuda->fail_call = NULL;
+          const char *failed = attempt == 0 ? fake.cuda->failed_call : NULL;
+          kept += failed != NULL && strcmp(failed, "cuMemFree") == 0;
+          if (status == NYB_OK) continue;
+          assert_int_equal(attempt, 0);
+          failures++;
+          const int64_t held = operation == 0 ? 11 : 51;
+          for (int i = 0; i < BATCH; i++) assert_int_equal(nyb_cache_length(s.cache, i), held);
+        }
+      }
+      ok(append(&s, 1));
+      for (int i = 0; i < 5; i++) assert_int_equal(nyb_cache_length(s.cache, i), 52);
+      ok(nyb_cache_refresh(s.cache, s.stream));
+      for (int i = 0; i < 5; i++) assert_int_equal(nyb_cache_length(s.cache, i), 52);
+      assert_int_equal(*s.flag, 0);
+      finish(&s);
+      assert_int_equal(fake.cuda->live_allocations, kept);
+    }
+    assert_true(failures > 20);
+  }
+}
+
+static int set_up(void **state) {
+  (void)state;
+  fake = fake_cuda_open("fake_cuda", "fake_nvrtc");
+  setenv("NYBBLE_CACHE_DIR", "off", 1);
+  fake.cuda->launch = take_launch;
+  fake.cuda->graph_launch = launch_graph;
+  return nyb_context_create(NULL, &cpu) == NYB_OK ? 0 : -1;
+}
+
+static int tear_down(void **state) {
+  (void)state;
+  nyb_context_destroy(cpu);
+  return 0;
+}
+
+int main(void) {
+  const struct CMUnitTest tests[] = {
+      cmocka_unit_test(test_walks),
+      cmocka_unit_test(test_decoding_neither_waits_nor_allocates),
+      cmocka_unit_test(test_pages_in_graphs),
+      cmocka_unit_test(test_rings_in_graphs),
+      cmocka_unit_test(test_calls_that_fail),
+  };
+  return cmocka_run_group_tests_name("cuda_cache_kinds", tests, set_up, tear_down);
+}
