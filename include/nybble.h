@@ -720,7 +720,8 @@ NYB_API nyb_status nyb_safetensors_write(nyb_context *context, const char *path,
 /* The caches of all layers in one file: mlx-lm's prompt cache where its classes can hold a layer,
  * else the same container with tensors of our own, which mlx-lm refuses (docs/formats.md). The file
  * takes the tokens that are held, not the capacity. Written as nyb_safetensors_write writes, from
- * where the rows lie. Empty caches and those on CUDA are refused. metadata is the caller's own. */
+ * where the rows lie; caches on CUDA are copied to the host first, all of them, and the stream is
+ * waited for. Empty caches are refused. metadata is the caller's own. */
 NYB_API nyb_status nyb_cache_save(nyb_context *context, const char *path, nyb_cache *const *layers,
                                   int64_t layer_count, const nyb_metadata *metadata,
                                   int64_t metadata_count, nyb_stream stream);
@@ -746,7 +747,8 @@ NYB_API nyb_status nyb_cache_file_metadata_at(const nyb_safetensors *file, int64
 /* Replaces what `layers` hold by the file's. They were created as nyb_cache_file_options says;
  * whatever differs (bits, group size, dtype, heads, dims, batch, kind, count of layers) is refused
  * by a sentence that names both. A cache without enough room gets new memory, with some room more;
- * reserve before to set it. On failure every cache holds what it held. */
+ * reserve before to set it. On CUDA it always gets new memory, no smaller than what it had, by way
+ * of the host's, and the stream is waited for. On failure every cache holds what it held. */
 NYB_API nyb_status nyb_cache_load(const nyb_safetensors *file, nyb_cache *const *layers,
                                   int64_t layer_count, nyb_stream stream);
 

@@ -240,11 +240,13 @@ typedef struct nyb_cache_rows {
 nyb_cache_rows nyb_cache_rows_at(const nyb_cache *cache, int part, int64_t sequence, int64_t head,
                                  int64_t token, int64_t most_tokens);
 
-/* A cache with the options of `cache` and `batch` sequences that hold what `states` says (offset is
- * not looked at), whose rows are still to be written. NYB_ERROR_LENGTH for a state that the kind
- * does not have. On the CPU. */
-nyb_status nyb_cache_make_like(const nyb_cache *cache, int64_t batch,
+/* A cache of that context, which is one of the CPU, with the options of `cache` and `batch`
+ * sequences that hold what `states` says (offset is not looked at), whose rows are still to be
+ * written. NYB_ERROR_LENGTH for a state that the kind does not have. */
+nyb_status nyb_cache_make_like(nyb_context *context, const nyb_cache *cache, int64_t batch,
                                const nyb_cache_sequence *states, nyb_cache **made);
+/* A context of the CPU with the same allocator, for what a cache on CUDA holds. */
+nyb_status nyb_cache_make_host_context(const nyb_context *context, nyb_context **host);
 /* Both hold what the other held. Made by nyb_cache_make_like(), one from the other. */
 void nyb_cache_exchange(nyb_cache *a, nyb_cache *b);
 

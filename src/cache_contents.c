@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* What saving and loading need of a cache: its rows in temporal order, and a new one to fill. */
+/* What saving and loading need of a cache: its rows in temporal order, and a new one to fill; for
+ * caches on CUDA a context of the host. */
 #include <inttypes.h>
 
 #include "cache.h"
@@ -72,13 +73,13 @@ static nyb_status make_room(nyb_cache *cache, const nyb_cache_sequence *states) 
   return nyb_cache_begin_pages(cache, &append);
 }
 
-nyb_status nyb_cache_make_like(const nyb_cache *cache, int64_t batch,
+nyb_status nyb_cache_make_like(nyb_context *context, const nyb_cache *cache, int64_t batch,
                                const nyb_cache_sequence *states, nyb_cache **made) {
   nyb_cache_options options = cache->options;
   options.batch = batch;
   options.initial_capacity_tokens = 0;
   nyb_cache *fresh;
-  nyb_status status = nyb_cache_create(cache->context, &options, &fresh);
+  nyb_status status = nyb_cache_create(context, &options, &fresh);
   if (status != NYB_OK) return status;
   for (int64_t sequence = 0; sequence < batch && status == NYB_OK; sequence++) {
     status = check_state(fresh, sequence, &states[sequence]);
@@ -95,6 +96,12 @@ nyb_status nyb_cache_make_like(const nyb_cache *cache, int64_t batch,
   }
   *made = fresh;
   return NYB_OK;
+}
+
+nyb_status nyb_cache_make_host_context(const nyb_context *context, nyb_context **host) {
+  const nyb_context_options options = {
+      .struct_size = sizeof options, .threads = 1, .allocator = context->allocator};
+  return nyb_context_create(&options, host);
 }
 
 void nyb_cache_exchange(nyb_cache *a, nyb_cache *b) {

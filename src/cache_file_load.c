@@ -13,6 +13,7 @@
 #endif
 
 #include "cache_file.h"
+#include "cuda/operations.h"
 #include "io_safetensors.h"
 
 /* A task copies about this much of a sequence and head. */
@@ -30,11 +31,6 @@ static nyb_status check_layers(nyb_cache *const *layers, int64_t count, nyb_stre
   for (int64_t i = 0; i < count; i++) {
     if (layers[i] == NULL) {
       return nyb_fail(NYB_ERROR_NULL, "layers[%" PRId64 "] is NULL; nyb_cache_create makes one", i);
-    }
-    if (nyb_on_cuda(layers[i]->context)) {
-      return nyb_fail(NYB_ERROR_UNSUPPORTED,
-                      "layers[%" PRId64 "] is on the backend cuda; caches are loaded on the cpu",
-                      i);
     }
     const nyb_status status = nyb_check_stream(layers[i]->context, stream);
     if (status != NYB_OK) return status;
@@ -129,11 +125,11 @@ static nyb_status read_and_check(const nyb_safetensors *file, int64_t layer, lay
 
 /* ---- Memory -------------------------------------------------------------------------------- */
 
-/* Only a contiguous cache is filled where it is: of other kinds the rows may be shared, or lie as
- * what was there made them. */
+/* Only a contiguous cache of the host is filled where it is: of other kinds the rows may be shared,
+ * or lie as what was there made them. */
 static bool has_room(const layer_load *load) {
   const nyb_cache *cache = load->cache;
-  if (cache->kind != NYB_CACHE_CONTIGUOUS) return false;
+  if (cache->kind != NYB_CACHE_CONTIGUOUS || nyb_on_cuda(cache->context)) return false;
   for (int64_t i = 0; i < cache->batch; i++) {
     const nyb_cache_sequence state = nyb_file_sequence_at(&load->from, i);
     if (state.held > cache->storage.capacity_tokens) return false;
@@ -141,7 +137,8 @@ static bool has_room(const layer_load *load) {
   return true;
 }
 
-static nyb_status make_fresh(layer_load *load) {
+/* Of that context, which is one of the host. */
+static nyb_status make_fresh(nyb_context *context, layer_load *load) {
   const nyb_cache *cache = load->cache;
   const size_t bytes = (size_t)cache->batch * sizeof(nyb_cache_sequence);
   nyb_cache_sequence *states = nyb_allocate(cache->context, bytes, NYB_SAFETENSORS_ALIGNMENT);
@@ -151,7 +148,7 @@ static nyb_status make_fresh(layer_load *load) {
                     cache->batch);
   }
   for (int64_t i = 0; i < cache->batch; i++) states[i] = nyb_file_sequence_at(&load->from, i);
-  const nyb_status status = nyb_cache_make_like(cache, cache->batch, states, &load->fresh);
+  const nyb_status status = nyb_cache_make_like(context, cache, cache->batch, states, &load->fresh);
   nyb_release(cache->context, states);
   return status;
 }
@@ -225,11 +222,48 @@ static void copy_layer(const nyb_file_layer *from, const nyb_cache *cache, bool 
   }
 }
 
+/* As much room as the cache has had, but for pages, which are reserved anew. */
+static nyb_status keep_room(const nyb_cache *cache, nyb_cache *fresh) {
+  const int64_t capacity = cache->storage.capacity_tokens;
+  if (cache->kind == NYB_CACHE_PAGED || capacity <= fresh->storage.capacity_tokens) return NYB_OK;
+  nyb_cache_storage storage;
+  const nyb_status status = nyb_cache_make_larger(fresh, capacity, &storage);
+  if (status == NYB_OK) nyb_cache_adopt_larger(fresh, &storage);
+  return status;
+}
+
+/* The layer's rows in a cache of the host, and those in one on the device that takes its place. */
+static nyb_status make_on_device(nyb_context *host, layer_load *load, nyb_stream stream) {
+  nyb_status status = make_fresh(host, load);
+  if (status != NYB_OK) return status;
+  nyb_cache *const staged = load->fresh;
+  load->fresh = NULL;
+  status = keep_room(load->cache, staged);
+  if (status == NYB_OK) {
+    copy_layer(&load->from, staged, true);
+    status = nyb_cuda_cache_send(load->cache, staged, &load->fresh, stream);
+  }
+  nyb_cache_destroy(staged);
+  return status;
+}
+
+/* What takes the cache's place, where its own memory does not do. */
+static nyb_status prepare(layer_load *load, nyb_stream stream) {
+  if (has_room(load)) return NYB_OK;
+  if (!nyb_on_cuda(load->cache->context)) return make_fresh(load->cache->context, load);
+  nyb_context *host;
+  nyb_status status = nyb_cache_make_host_context(load->cache->context, &host);
+  if (status != NYB_OK) return status;
+  status = make_on_device(host, load, stream);
+  nyb_context_destroy(host);
+  return status;
+}
+
 /* Nothing here can fail. */
 static void change_cache(layer_load *load) {
   nyb_cache *cache = load->cache;
   if (load->fresh != NULL) {
-    copy_layer(&load->from, load->fresh, true);
+    if (!nyb_on_cuda(cache->context)) copy_layer(&load->from, load->fresh, true);
     if (cache->storage.block != NULL) cache->reallocations++;
     nyb_cache_exchange(cache, load->fresh);
     nyb_cache_destroy(load->fresh);
@@ -244,13 +278,14 @@ static void change_cache(layer_load *load) {
 
 /* ---- The call ------------------------------------------------------------------------------ */
 
-static nyb_status load_all(const nyb_safetensors *file, layer_load *loads, int64_t count) {
+static nyb_status load_all(const nyb_safetensors *file, layer_load *loads, int64_t count,
+                           nyb_stream stream) {
   nyb_status status = NYB_OK;
   for (int64_t i = 0; i < count && status == NYB_OK; i++) {
     status = read_and_check(file, i, &loads[i]);
   }
   for (int64_t i = 0; i < count && status == NYB_OK; i++) {
-    if (!has_room(&loads[i])) status = make_fresh(&loads[i]);
+    status = prepare(&loads[i], stream);
   }
   for (int64_t i = 0; i < count; i++) {
     if (status == NYB_OK) {
@@ -286,7 +321,7 @@ nyb_status nyb_cache_load(const nyb_safetensors *file, nyb_cache *const *layers,
   }
   memset(loads, 0, bytes);
   for (int64_t i = 0; i < count; i++) loads[i].cache = layers[i];
-  status = load_all(file, loads, count);
+  status = load_all(file, loads, count, stream);
   nyb_release(context, loads);
   return status;
 }

@@ -6,6 +6,7 @@
 #include <string.h>
 
 #include "cache_file.h"
+#include "cuda/operations.h"
 #include "io_safetensors.h"
 
 enum { MAX_TENSORS = 32, MAX_NAMES = 16 }; /* of a layer, and of its metadata */
@@ -362,19 +363,20 @@ static nyb_status check_layers(nyb_cache *const *layers, int64_t count, nyb_stre
     if (layers[i] == NULL) {
       return nyb_fail(NYB_ERROR_NULL, "layers[%" PRId64 "] is NULL; nyb_cache_create makes one", i);
     }
-    if (nyb_on_cuda(layers[i]->context)) {
-      return nyb_fail(NYB_ERROR_UNSUPPORTED,
-                      "layers[%" PRId64 "] is on the backend cuda; caches of the cpu are saved", i);
-    }
     const nyb_status status = nyb_check_stream(layers[i]->context, stream);
     if (status != NYB_OK) return status;
-    if (nyb_cache_longest(layers[i]) == 0) {
-      return nyb_fail(NYB_ERROR_LENGTH,
-                      "layers[%" PRId64 "] is empty; a saved cache holds at least one token", i);
-    }
     sizes->sequences += layers[i]->batch;
   }
   sizes->layers = count;
+  return NYB_OK;
+}
+
+static nyb_status check_filled(nyb_cache *const *layers, int64_t count) {
+  for (int64_t i = 0; i < count; i++) {
+    if (nyb_cache_longest(layers[i]) > 0) continue;
+    return nyb_fail(NYB_ERROR_LENGTH,
+                    "layers[%" PRId64 "] is empty; a saved cache holds at least one token", i);
+  }
   return NYB_OK;
 }
 
@@ -413,6 +415,72 @@ static void add_metadata(saved_file *out, const nyb_metadata *metadata, int64_t 
   }
 }
 
+/* Layers of the host, all of which hold something. */
+static nyb_status save_here(nyb_context *context, const char *path, nyb_cache *const *layers,
+                            const save_sizes *sizes, const nyb_metadata *metadata) {
+  nyb_status status = check_filled(layers, sizes->layers);
+  if (status != NYB_OK) return status;
+  saved_file out = {0};
+  arena memory = {0};
+  place_arrays(&memory, &out, sizes);
+  const size_t bytes = memory.bytes;
+  memory = (arena){.block = nyb_allocate(context, bytes, NYB_SAFETENSORS_ALIGNMENT)};
+  if (memory.block == NULL) {
+    return nyb_fail(NYB_ERROR_OUT_OF_MEMORY,
+                    "the allocator had no %zu bytes to describe %" PRId64 " layers", bytes,
+                    sizes->layers);
+  }
+  place_arrays(&memory, &out, sizes);
+  add_metadata(&out, metadata, sizes->metadata);
+  add_layers(&out, layers, sizes->layers);
+  sort_tensors(&out);
+  const nyb_pieces pieces = {.next = next_piece, .data = &out};
+  status = nyb_safetensors_write_pieces(context, path, out.sorted, out.count, out.metadata,
+                                        out.metadata_count, &pieces);
+  nyb_release(context, memory.block);
+  return status;
+}
+
+/* Layers some of which are in device memory, by copies of those: staged[i] is the layer, or its
+ * copy. */
+static nyb_status save_staged(nyb_context *context, nyb_context *host, const char *path,
+                              nyb_cache *const *layers, nyb_cache **staged, const save_sizes *sizes,
+                              const nyb_metadata *metadata, nyb_stream stream) {
+  nyb_status status = NYB_OK;
+  int64_t count = 0;
+  for (; count < sizes->layers && status == NYB_OK; count++) {
+    staged[count] = layers[count];
+    if (!nyb_on_cuda(layers[count]->context)) continue;
+    staged[count] = NULL;
+    status = nyb_cuda_cache_fetch(host, layers[count], &staged[count], stream);
+  }
+  if (status == NYB_OK) status = save_here(context, path, staged, sizes, metadata);
+  while (count-- > 0) {
+    if (staged[count] != layers[count]) nyb_cache_destroy(staged[count]);
+  }
+  return status;
+}
+
+static nyb_status save_from_cuda(nyb_context *context, const char *path, nyb_cache *const *layers,
+                                 const save_sizes *sizes, const nyb_metadata *metadata,
+                                 nyb_stream stream) {
+  nyb_context *host;
+  nyb_status status = nyb_cache_make_host_context(context, &host);
+  if (status != NYB_OK) return status;
+  const size_t bytes = (size_t)sizes->layers * sizeof(nyb_cache *);
+  nyb_cache **staged = nyb_allocate(context, bytes, NYB_SAFETENSORS_ALIGNMENT);
+  if (staged == NULL) {
+    status = nyb_fail(NYB_ERROR_OUT_OF_MEMORY,
+                      "the allocator had no %zu bytes for copies of %" PRId64 " layers", bytes,
+                      sizes->layers);
+  } else {
+    status = save_staged(context, host, path, layers, staged, sizes, metadata, stream);
+    nyb_release(context, staged);
+  }
+  nyb_context_destroy(host);
+  return status;
+}
+
 nyb_status nyb_cache_save(nyb_context *context, const char *path, nyb_cache *const *layers,
                           int64_t layer_count, const nyb_metadata *metadata, int64_t metadata_count,
                           nyb_stream stream) {
@@ -424,23 +492,9 @@ nyb_status nyb_cache_save(nyb_context *context, const char *path, nyb_cache *con
   nyb_status status = check_layers(layers, layer_count, stream, &sizes);
   if (status == NYB_OK) status = check_metadata(metadata, metadata_count, &sizes);
   if (status != NYB_OK) return status;
-  saved_file out = {0};
-  arena memory = {0};
-  place_arrays(&memory, &out, &sizes);
-  const size_t bytes = memory.bytes;
-  memory = (arena){.block = nyb_allocate(context, bytes, NYB_SAFETENSORS_ALIGNMENT)};
-  if (memory.block == NULL) {
-    return nyb_fail(NYB_ERROR_OUT_OF_MEMORY,
-                    "the allocator had no %zu bytes to describe %" PRId64 " layers", bytes,
-                    layer_count);
+  for (int64_t i = 0; i < layer_count; i++) {
+    if (!nyb_on_cuda(layers[i]->context)) continue;
+    return save_from_cuda(context, path, layers, &sizes, metadata, stream);
   }
-  place_arrays(&memory, &out, &sizes);
-  add_metadata(&out, metadata, metadata_count);
-  add_layers(&out, layers, layer_count);
-  sort_tensors(&out);
-  const nyb_pieces pieces = {.next = next_piece, .data = &out};
-  status = nyb_safetensors_write_pieces(context, path, out.sorted, out.count, out.metadata,
-                                        out.metadata_count, &pieces);
-  nyb_release(context, memory.block);
-  return status;
+  return save_here(context, path, layers, &sizes, metadata);
 }

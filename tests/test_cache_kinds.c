@@ -1305,7 +1305,7 @@ static void copy_through(scene *s) {
   nyb_cache_sequence states[MOST_BATCH];
   for (int64_t i = 0; i < s->batch; i++) states[i] = nyb_cache_get_sequence(s->cache, i);
   nyb_cache *fresh = NULL;
-  expect_ok(nyb_cache_make_like(s->cache, s->batch, states, &fresh));
+  expect_ok(nyb_cache_make_like(context, s->cache, s->batch, states, &fresh));
   for (int64_t plane = 0; plane < 2 * s->batch * HEADS; plane++) {
     const int part = (int)(plane % 2);
     const int64_t sequence = plane / 2 / HEADS, head = plane / 2 % HEADS;
@@ -1348,7 +1348,7 @@ static void test_contents_through_another_cache(void **state) {
                                       {.held = 0, .dropped = 5},
                                       {.held = 3, .last_begin = 4}};
     for (size_t i = 0; i < sizeof bad / sizeof bad[0]; i++) {
-      expect_error(nyb_cache_make_like(s.cache, 1, &bad[i], &none), NYB_ERROR_LENGTH,
+      expect_error(nyb_cache_make_like(context, s.cache, 1, &bad[i], &none), NYB_ERROR_LENGTH,
                    "sequence 0 cannot hold");
     }
     finish(&s);

@@ -466,6 +466,122 @@ static void test_calls_that_fail(void **state) {
   }
 }
 
+/* ---- Files --------------------------------------------------------------------------------------
+ */
+
+/* Two caches that do the same, of the CPU and of CUDA; every row is another. */
+static void append_to_both(scene *s, nyb_cache *twin, int64_t tokens, check_random *random) {
+  for (int64_t i = 0; i < 8 * HEADS * 64 * DIM; i++) {
+    s->rows[i] = (float)(2 * check_random_uniform(random) - 1);
+  }
+  nyb_append call = NYB_APPEND_INIT;
+  call.tokens = tokens;
+  call.key = (nyb_input){s->rows, NYB_F32, {HEADS * 64 * DIM, 64 * DIM, DIM}};
+  call.value = call.key;
+  ok(nyb_cache_append(twin, &call, NULL));
+  ok(nyb_cache_append(s->cache, &call, s->stream));
+}
+
+static char *saved(nyb_cache *cache, nyb_stream stream, long *bytes) {
+  char path[] = "/tmp/nybble_test_XXXXXX";
+  const int file = mkstemp(path);
+  assert_true(file >= 0);
+  close(file);
+  ok(nyb_cache_save(cpu, path, &cache, 1, NULL, 0, stream));
+  FILE *reader = fopen(path, "rb");
+  assert_non_null(reader);
+  assert_int_equal(fseek(reader, 0, SEEK_END), 0);
+  *bytes = ftell(reader);
+  rewind(reader);
+  char *content = malloc((size_t)*bytes);
+  assert_int_equal(fread(content, 1, (size_t)*bytes, reader), *bytes);
+  fclose(reader);
+  unlink(path);
+  return content;
+}
+
+static void expect_same_file(const scene *s, nyb_cache *twin) {
+  long wanted_bytes, bytes;
+  char *wanted = saved(twin, NULL, &wanted_bytes), *held = saved(s->cache, s->stream, &bytes);
+  assert_int_equal(bytes, wanted_bytes);
+  assert_memory_equal(held, wanted, (size_t)bytes);
+  free(wanted);
+  free(held);
+}
+
+/* Loads what `from` holds. */
+static nyb_status load_from(nyb_cache *from, nyb_cache *into, nyb_stream stream) {
+  char path[] = "/tmp/nybble_test_XXXXXX";
+  const int descriptor = mkstemp(path);
+  assert_true(descriptor >= 0);
+  close(descriptor);
+  ok(nyb_cache_save(cpu, path, &from, 1, NULL, 0, NULL));
+  nyb_safetensors *file;
+  ok(nyb_safetensors_open(cpu, path, &file));
+  const nyb_status status = nyb_cache_load(file, &into, 1, stream);
+  nyb_safetensors_close(file);
+  unlink(path);
+  return status;
+}
+
+static void exercise(scene *s, nyb_cache *twin, check_random *random) {
+  static const int64_t sources[BATCH] = {2, 0, 0};
+  append_to_both(s, twin, 21, random);
+  for (int i = 0; i < 3; i++) {
+    ok(nyb_cache_trim(twin, i, i, NULL, NULL));
+    ok(nyb_cache_trim(s->cache, i, i, NULL, s->stream));
+  }
+  append_to_both(s, twin, 3, random);
+  ok(nyb_cache_reorder(twin, sources, BATCH, NULL));
+  ok(nyb_cache_reorder(s->cache, sources, BATCH, s->stream));
+  append_to_both(s, twin, 1, random);
+}
+
+/* A cache on CUDA is saved as the CPU's is, byte for byte, and goes on from what it loads. */
+static void test_files(void **state) {
+  (void)state;
+  check_random random = {.state = 77};
+  for (int kind = 0; kind < 4; kind++) {
+    scene s;
+    start(&s, of_kind(kind));
+    nyb_cache_options options = of_kind(kind);
+    options.struct_size = sizeof options;
+    options.batch = BATCH;
+    options.kv_heads = HEADS;
+    options.key_dim = options.value_dim = DIM;
+    options.key_format = options.value_format = (nyb_format){NYB_AFFINE, 4, 32, NYB_F32};
+    nyb_cache *twin, *other;
+    ok(nyb_cache_create(cpu, &options, &twin));
+    ok(nyb_cache_create(cpu, &options, &other));
+    refused(nyb_cache_save(cpu, "/tmp/nybble_test_none", &s.cache, 1, NULL, 0, s.stream),
+            NYB_ERROR_LENGTH, "layers[0] is empty");
+    exercise(&s, twin, &random);
+    expect_same_file(&s, twin);
+    /* Another content, loaded, with every call of the driver failing once. */
+    ok(load_from(twin, other, NULL));
+    ok(nyb_cache_trim(other, 1, 1, NULL, NULL));
+    int failures = 0;
+    for (int64_t after = 0; after < 50; after++) {
+      fake.cuda->fail_result = 2;
+      fake.cuda->fail_after = after;
+      fake.cuda->fail_call = "*";
+      const nyb_status status = load_from(other, s.cache, s.stream);
+      fake.cuda->fail_call = NULL;
+      failures += status != NYB_OK;
+      if (status == NYB_OK) ok(load_from(twin, s.cache, s.stream)); /* as it was */
+      expect_same_file(&s, twin);
+    }
+    assert_true(failures > 10);
+    ok(load_from(other, s.cache, s.stream));
+    expect_same_file(&s, other);
+    exercise(&s, other, &random);
+    expect_same_file(&s, other);
+    nyb_cache_destroy(twin);
+    nyb_cache_destroy(other);
+    finish(&s);
+  }
+}
+
 static int set_up(void **state) {
   (void)state;
   fake = fake_cuda_open("fake_cuda", "fake_nvrtc");
@@ -488,6 +604,7 @@ int main(void) {
       cmocka_unit_test(test_pages_in_graphs),
       cmocka_unit_test(test_rings_in_graphs),
       cmocka_unit_test(test_calls_that_fail),
+      cmocka_unit_test(test_files),
   };
   return cmocka_run_group_tests_name("cuda_cache_kinds", tests, set_up, tear_down);
 }

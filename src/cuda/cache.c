@@ -138,7 +138,8 @@ nyb_status nyb_cuda_patches_end(nyb_cuda_patches *patches) {
   return patches->status;
 }
 
-void nyb_cuda_patch_sequence(nyb_cuda_patches *patches, const nyb_cache *cache, int64_t sequence) {
+/* A sequence's numbers, as the host counts. */
+static void patch_sequence(nyb_cuda_patches *patches, const nyb_cache *cache, int64_t sequence) {
   const nyb_device_sequences *state = &cache->cuda->state;
   const nyb_cache_counts *counts = &cache->counts;
   int32_t dropped[2]; /* as the device reads it: both count bytes alike */
@@ -235,6 +236,16 @@ nyb_status nyb_cuda_cache_make_numbers(nyb_cuda_scope *scope, nyb_cache *cache, 
   if (cache->cuda->host != NULL) nyb_release(cache->context, cache->cuda->host);
   place_numbers(cache->cuda, numbers, host, sequences);
   return NYB_OK;
+}
+
+nyb_status nyb_cuda_cache_send_numbers(nyb_cuda_scope *scope, const nyb_cache *cache,
+                                       nyb_stream stream) {
+  nyb_cuda_patches patches;
+  nyb_cuda_patches_begin(&patches, scope, cache->cuda->numbers, stream);
+  for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
+    patch_sequence(&patches, cache, sequence);
+  }
+  return nyb_cuda_patches_end(&patches);
 }
 
 static nyb_cache_sequence fetched_sequence(const nyb_cache *cache, int64_t sequence) {

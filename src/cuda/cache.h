@@ -6,6 +6,7 @@
  *   cache_append.c    appending
  *   cache_pages.c     pages of a paged cache
  *   cache_reorder.c   sequences that move, double and go
+ *   cache_contents.c  to the host and back, for files
  *
  * The device has the true numbers: an append takes each sequence's from there and moves them along,
  * in stream order, so that a captured graph appends further at every replay. The host counts calls,
@@ -81,6 +82,9 @@ nyb_status nyb_cuda_cache_refuse_capture(const nyb_cuda_scope *scope, nyb_stream
 /* Numbers of `sequences` sequences in place of the cache's own, all 0 but for what the host's
  * counts say, which are sent; waits for the stream where there were any. */
 nyb_status nyb_cuda_cache_make_numbers(nyb_cuda_scope *scope, nyb_cache *cache, int64_t sequences);
+/* Sends what the host counts. */
+nyb_status nyb_cuda_cache_send_numbers(nyb_cuda_scope *scope, const nyb_cache *cache,
+                                       nyb_stream stream);
 /* Takes the device's counts; the stream is not being captured. */
 nyb_status nyb_cuda_cache_fetch_counts(const nyb_cuda_scope *scope, nyb_cache *cache,
                                        nyb_stream stream);
@@ -103,8 +107,6 @@ void nyb_cuda_patches_begin(nyb_cuda_patches *patches, nyb_cuda_scope *scope, vo
 /* place: within `words`. */
 void nyb_cuda_patches_add(nyb_cuda_patches *patches, const void *place, int32_t value);
 nyb_status nyb_cuda_patches_end(nyb_cuda_patches *patches);
-/* A sequence's numbers, as the host counts. */
-void nyb_cuda_patch_sequence(nyb_cuda_patches *patches, const nyb_cache *cache, int64_t sequence);
 
 /* ---- Kernels' parameters (cache.c) ---------------------------------------------------------- */
 

@@ -133,15 +133,6 @@ static nyb_status move_to_new(nyb_cuda_scope *scope, nyb_cache *cache, const int
 
 /* ---- Numbers and pages ---------------------------------------------------------------------- */
 
-static nyb_status send_numbers(nyb_cuda_scope *scope, nyb_cache *cache, nyb_stream stream) {
-  nyb_cuda_patches patches;
-  nyb_cuda_patches_begin(&patches, scope, cache->cuda->numbers, stream);
-  for (int64_t sequence = 0; sequence < cache->batch; sequence++) {
-    nyb_cuda_patch_sequence(&patches, cache, sequence);
-  }
-  return nyb_cuda_patches_end(&patches);
-}
-
 /* Room for so many sequences, with which the cache is what it was. */
 static nyb_status make_room(nyb_cuda_scope *scope, nyb_cache *cache, int64_t count,
                             nyb_stream stream) {
@@ -153,7 +144,7 @@ static nyb_status make_room(nyb_cuda_scope *scope, nyb_cache *cache, int64_t cou
     status = nyb_cuda_cache_wait(scope, stream);
     if (status == NYB_OK) status = nyb_cuda_cache_make_numbers(scope, cache, count);
     nyb_cuda_restore_mode(scope, mode);
-    if (status == NYB_OK) status = send_numbers(scope, cache, stream);
+    if (status == NYB_OK) status = nyb_cuda_cache_send_numbers(scope, cache, stream);
   }
   if (status != NYB_OK || cache->kind != NYB_CACHE_PAGED) return status;
   if (words > cuda->table_words) {
@@ -190,7 +181,7 @@ static nyb_status reorder_in(nyb_cuda_scope *scope, nyb_cache *cache, const int6
   }
   nyb_cache_adopt_counts(cache, &counts);
   cache->batch = cache->options.batch = count;
-  status = send_numbers(scope, cache, stream);
+  status = nyb_cuda_cache_send_numbers(scope, cache, stream);
   if (status != NYB_OK || cache->kind != NYB_CACHE_PAGED) return status;
   for (int64_t i = 0; i < count; i++) {
     cache->counts.pages[i] = (int32_t)nyb_pages_for(cache, cache->lengths[i]);

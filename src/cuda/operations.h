@@ -67,6 +67,15 @@ nyb_status nyb_cuda_cache_reorder(nyb_cache *cache, const int64_t *sources, int6
                                   nyb_stream stream);
 nyb_status nyb_cuda_cache_refresh(nyb_cache *cache, nyb_stream stream);
 
+/* A cache of the host context that holds what the cache on the device does, as far as rows go: to
+ * be looked at, not changed. Waits for the stream. */
+nyb_status nyb_cuda_cache_fetch(nyb_context *host, nyb_cache *cache, nyb_cache **fetched,
+                                nyb_stream stream);
+/* A cache on the device like `like`, that holds what `host` does, whose pages it takes: `host` is
+ * to be destroyed. Waits for the stream. */
+nyb_status nyb_cuda_cache_send(const nyb_cache *like, nyb_cache *host, nyb_cache **sent,
+                               nyb_stream stream);
+
 /* ---- The shipped matrix --------------------------------------------------------------------- */
 
 /* Each operation names the specialisations that its host code chooses on a device with these

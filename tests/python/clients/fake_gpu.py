@@ -66,6 +66,7 @@ class Control(ctypes.Structure):
         ("capturing", ctypes.c_void_p),
         ("launch", ctypes.c_void_p),
         ("launch_data", ctypes.c_void_p),
+        ("graph_launch", ctypes.c_void_p),
         ("failed_call", ctypes.c_char_p),
         ("launches", ctypes.c_int64),
         ("modules_loaded", ctypes.c_int64),
