@@ -315,11 +315,16 @@ static void finish(scene *s) {
   device_close();
 }
 
-static nyb_status append(scene *s, int64_t tokens) {
+static nyb_append append_call(const scene *s, int64_t tokens) {
   nyb_append call = NYB_APPEND_INIT;
   call.tokens = tokens;
   call.key = (nyb_input){s->rows, NYB_F32, {HEADS * 64 * DIM, 64 * DIM, DIM}};
   call.value = call.key;
+  return call;
+}
+
+static nyb_status append(scene *s, int64_t tokens) {
+  nyb_append call = append_call(s, tokens);
   call.non_finite = s->flag;
   return nyb_cache_append(s->cache, &call, s->stream);
 }
@@ -422,6 +427,47 @@ static void test_rings_in_graphs(void **state) {
   finish(&s);
 }
 
+/* A replay does not go beyond max_tokens either. */
+static void test_limits_in_graphs(void **state) {
+  (void)state;
+  scene s;
+  nyb_cache_options options = of_kind(1);
+  options.max_tokens = 20;
+  start(&s, options);
+  ok(append(&s, 12));
+  ok(nyb_cache_reserve(s.cache, 8, s.stream));
+  assert_true(device_capture_begin(s.stream));
+  ok(append(&s, 1));
+  device_graph *graph = device_capture_end(s.stream);
+  for (int i = 0; i < 8; i++) assert_true(device_graph_launch(graph, s.stream));
+  assert_int_equal(*s.flag, 0);
+  assert_true(device_graph_launch(graph, s.stream));
+  assert_int_equal(*s.flag, 1);
+  ok(nyb_cache_refresh(s.cache, s.stream));
+  assert_int_equal(nyb_cache_length(s.cache, 0), 20);
+  device_graph_destroy(graph);
+  finish(&s);
+}
+
+/* Once graphs append, a trim gives no page back that the host believes to be empty. */
+static void test_trim_after_graphs(void **state) {
+  (void)state;
+  scene s;
+  start(&s, of_kind(3));
+  ok(append(&s, 20));
+  assert_true(device_capture_begin(s.stream));
+  ok(append(&s, 1));
+  device_graph *graph = device_capture_end(s.stream);
+  for (int i = 0; i < 10; i++) assert_true(device_graph_launch(graph, s.stream));
+  ok(nyb_cache_trim(s.cache, NYB_ALL_SEQUENCES, 6, NULL, s.stream));
+  assert_int_equal(nyb_cache_length(s.cache, 0), 15);
+  ok(nyb_cache_refresh(s.cache, s.stream));
+  for (int i = 0; i < BATCH; i++) assert_int_equal(nyb_cache_length(s.cache, i), 24);
+  assert_int_equal(*s.flag, 0);
+  device_graph_destroy(graph);
+  finish(&s);
+}
+
 /* Whichever call of the driver fails, a cache holds what it held, and can go on. */
 static void test_calls_that_fail(void **state) {
   (void)state;
@@ -474,11 +520,9 @@ static void append_to_both(scene *s, nyb_cache *twin, int64_t tokens, check_rand
   for (int64_t i = 0; i < 8 * HEADS * 64 * DIM; i++) {
     s->rows[i] = (float)(2 * check_random_uniform(random) - 1);
   }
-  nyb_append call = NYB_APPEND_INIT;
-  call.tokens = tokens;
-  call.key = (nyb_input){s->rows, NYB_F32, {HEADS * 64 * DIM, 64 * DIM, DIM}};
-  call.value = call.key;
+  nyb_append call = append_call(s, tokens);
   ok(nyb_cache_append(twin, &call, NULL));
+  call.non_finite = s->flag;
   ok(nyb_cache_append(s->cache, &call, s->stream));
 }
 
@@ -537,6 +581,42 @@ static void exercise(scene *s, nyb_cache *twin, check_random *random) {
   append_to_both(s, twin, 1, random);
 }
 
+static nyb_cache *make_twin(int kind) {
+  nyb_cache_options options = of_kind(kind);
+  nyb_cache *twin = NULL;
+  options.struct_size = sizeof options;
+  options.batch = BATCH;
+  options.kv_heads = HEADS;
+  options.key_dim = options.value_dim = DIM;
+  options.key_format = options.value_format = (nyb_format){NYB_AFFINE, 4, 32, NYB_F32};
+  ok(nyb_cache_create(cpu, &options, &twin));
+  return twin;
+}
+
+/* A ring that grows where the device has turned it, which the host has not counted. */
+static void test_growing_after_graphs(void **state) {
+  (void)state;
+  check_random random = {.state = 78};
+  scene s;
+  start(&s, of_kind(1));
+  nyb_cache *twin = make_twin(1);
+  append_to_both(&s, twin, 3, &random);
+  assert_true(device_capture_begin(s.stream));
+  const nyb_append call = append_call(&s, 1);
+  ok(append(&s, 1));
+  device_graph *graph = device_capture_end(s.stream);
+  for (int i = 0; i < 12; i++) {
+    assert_true(device_graph_launch(graph, s.stream));
+    ok(nyb_cache_append(twin, &call, NULL));
+  }
+  append_to_both(&s, twin, 5, &random);
+  expect_same_file(&s, twin);
+  assert_int_equal(*s.flag, 0);
+  device_graph_destroy(graph);
+  nyb_cache_destroy(twin);
+  finish(&s);
+}
+
 /* A cache on CUDA is saved as the CPU's is, byte for byte, and goes on from what it loads. */
 static void test_files(void **state) {
   (void)state;
@@ -544,15 +624,7 @@ static void test_files(void **state) {
   for (int kind = 0; kind < 4; kind++) {
     scene s;
     start(&s, of_kind(kind));
-    nyb_cache_options options = of_kind(kind);
-    options.struct_size = sizeof options;
-    options.batch = BATCH;
-    options.kv_heads = HEADS;
-    options.key_dim = options.value_dim = DIM;
-    options.key_format = options.value_format = (nyb_format){NYB_AFFINE, 4, 32, NYB_F32};
-    nyb_cache *twin, *other;
-    ok(nyb_cache_create(cpu, &options, &twin));
-    ok(nyb_cache_create(cpu, &options, &other));
+    nyb_cache *twin = make_twin(kind), *other = make_twin(kind);
     refused(nyb_cache_save(cpu, "/tmp/nybble_test_none", &s.cache, 1, NULL, 0, s.stream),
             NYB_ERROR_LENGTH, "layers[0] is empty");
     exercise(&s, twin, &random);
@@ -603,7 +675,10 @@ int main(void) {
       cmocka_unit_test(test_decoding_neither_waits_nor_allocates),
       cmocka_unit_test(test_pages_in_graphs),
       cmocka_unit_test(test_rings_in_graphs),
+      cmocka_unit_test(test_limits_in_graphs),
+      cmocka_unit_test(test_trim_after_graphs),
       cmocka_unit_test(test_calls_that_fail),
+      cmocka_unit_test(test_growing_after_graphs),
       cmocka_unit_test(test_files),
   };
   return cmocka_run_group_tests_name("cuda_cache_kinds", tests, set_up, tear_down);

@@ -195,8 +195,12 @@ static nyb_status append_in(nyb_cuda_scope *scope, nyb_cache *cache, const nyb_a
     status = nyb_cuda_cache_own_pages(scope, cache, append, 0, capturing, stream);
   }
   if (status != NYB_OK) return status;
-  const int64_t needed =
-      cache->kind == NYB_CACHE_PAGED ? 0 : nyb_cache_needed_tokens(cache, append);
+  int64_t needed = cache->kind == NYB_CACHE_PAGED ? 0 : nyb_cache_needed_tokens(cache, append);
+  if (needed > cache->storage.capacity_tokens && !capturing) { /* which waits in any case */
+    status = nyb_cuda_cache_settle_counts(scope, cache, stream);
+    if (status != NYB_OK) return status;
+    needed = nyb_cache_needed_tokens(cache, append);
+  }
   if (needed <= cache->storage.capacity_tokens) {
     status = capturing ? check_captured_ring(cache, append) : NYB_OK;
     if (status != NYB_OK) return status;
