@@ -10,7 +10,7 @@
 Models have the shapes of known ones and random weights. Prompts are not computed: caches are filled
 with random keys and values, as long as the context, so that each line takes seconds. What is timed
 are decode steps (the embedding, every layer, the logits, the argmax), each until its token is
-there; the median of them, after some that are not counted. What matters most comes first.
+there; their median and the least, after some that are not counted. What matters most comes first.
 
     dynamic     transformers' DynamicCache in the model's dtype, with the SDPA kernel that PyTorch
                 chooses by itself
@@ -148,6 +148,7 @@ class Line:
     batch: int
     tokens_per_second: float | None = None
     step_ms: float | None = None
+    least_ms: float | None = None
     steps: int | None = None
     cache_bytes: int | None = None
     arithmetic_bytes: int | None = None
@@ -387,7 +388,7 @@ def measure(line: Line, model: Any, options: argparse.Namespace) -> None:
     else:
         times = step_times(step, device, steps, warmup, options.line_seconds)
     seconds = statistics.median(times)
-    line.steps = len(times)
+    line.steps, line.least_ms = len(times), min(times) * 1e3
     line.step_ms, line.tokens_per_second = seconds * 1e3, line.batch / seconds
     if device != "cpu":
         line.peak_bytes = torch.cuda.max_memory_allocated()
@@ -454,7 +455,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 # ---- The table -----------------------------------------------------------------------------------
 
 HEAD = (
-    f"{'model':<12} {'context':>7} {'batch':>5} {'cache':<16} {'tokens/s':>9} {'ms/step':>8} "
+    f"{'model':<12} {'context':>7} {'batch':>5} {'cache':<16} {'tokens/s':>9} {'ms/step':>8} {'least':>7} "
     f"{'cache GiB':>9} {'arithm.':>8} {'peak GiB':>8}"
 )
 
@@ -472,6 +473,7 @@ def row(line: Line) -> str:
     beside_model = line.peak_bytes - (line.model_bytes or 0)
     return (
         f"{start}{number(line.tokens_per_second, '9.1f')} {number(line.step_ms, '8.2f')} "
+        f"{number(line.least_ms, '7.2f')} "
         f"{number(line.cache_bytes, '9.3f', gib)} {number(line.arithmetic_bytes, '.3f', gib):>8} "
         f"{number(beside_model, '8.3f', gib)}"
     )

@@ -48,6 +48,13 @@ def compiling(
         give_state(cache)
 
 
+# Which eight bytes of a descriptor say where a cache's tokens are.
+_PLACE = tuple(
+    ffi.offsetof("nyb_attention", *name.split(".")) // 8
+    for name in ("k.codes", "lengths", "ring.offsets", "pages.table", "batch", "capacity_tokens")
+)
+
+
 class Usage(NamedTuple):
     """What a cache takes, in bytes, and how it came to grow."""
 
@@ -134,6 +141,7 @@ class Cache:
         self._memory = None if self.device == _arrays.HOST else DeviceMemory(self.device)
         self._view = ffi.new("nyb_attention *")
         self._view.struct_size = ffi.sizeof("nyb_attention")
+        self._view_words = memoryview(ffi.buffer(self._view)).cast("Q")
         self._handle = next(_handles)
         self._state: Any = None
         _caches.add(self)
@@ -280,10 +288,9 @@ class Cache:
 
     def _place(self) -> tuple[int, ...]:
         """The same for as long as tokens go where they go now: a graph captured then still fits."""
-        view = self._current()
-        memory = (view.k.codes, view.lengths, view.ring.offsets, view.pages.table)
-        addresses = (int(ffi.cast("uintptr_t", pointer)) for pointer in memory)
-        return (*addresses, view.batch, view.capacity_tokens)
+        self._current()
+        words = self._view_words
+        return tuple([words[i] for i in _PLACE])
 
     def keys(self, kind: str = "numpy") -> Quantized | Array:
         """The keys held, as arrays over this cache's own memory: no copy.

@@ -6,7 +6,8 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -29,12 +30,44 @@ def _capture(step: Callable[[], None], device: str) -> Callable[[], None]:
         raise refuse(
             "the cache is on the CPU; a graph is captured on a CUDA device", lib.NYB_ERROR_POINTER
         )
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), _undone_where_it_fails():
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"), _refusing_to_wait():
             step()
     replay: Callable[[], None] = graph.replay
     return replay
+
+
+@contextmanager
+def _refusing_to_wait() -> Iterator[None]:
+    """What waits for the GPU raises before it does: waiting itself would end the capture."""
+    before = torch.cuda.get_sync_debug_mode()
+    _set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        _set_sync_debug_mode(before)
+
+
+def _set_sync_debug_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that not all that waits is found
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+@contextmanager
+def _undone_where_it_fails() -> Iterator[None]:
+    """A capture that a CUDA error ends leaves its stream the current one, and the generator of random
+    numbers as if it were being captured still: no number could be drawn any more."""
+    stream = torch.cuda.current_stream()
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    state = generator.clone_state()
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        generator.graphsafe_set_state(state)
+        raise
 
 
 def _places(cache: NybbleCache) -> tuple[Any, ...]:

@@ -570,15 +570,15 @@ def attention_forward(
             )
         if not key.layer.rotates:
             options["window_tokens"] = key.layer.sliding_window or sliding_window or 0
-        rows: tuple[Any, ...] = (stored,)
+        tokens: tuple[Any, ...] = (stored,)
         options["path"] = key.layer.path
         options["starts"] = None if stored.device == HOST else starts
     else:
-        rows = (key.detach(), value.detach())
+        tokens = (key.detach(), value.detach())
         options["starts"] = starts
         if sliding_window and sliding_window < key.shape[2]:
             options["window_tokens"] = sliding_window
-    attention(query, *rows, **options)
+    attention(query, *tokens, **options)
     return out, None
 
 
