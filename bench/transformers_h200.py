@@ -228,10 +228,10 @@ def fill_by_updates(cache: Any, config: PreTrainedConfig, context: int, batch: i
 
 def fill_nybble(cache: Any, config: PreTrainedConfig, context: int, batch: int, w: Any) -> None:
     for layer, (heads, dim, window) in zip(cache.layers, layer_sizes(config)):
-        layer.lazy_initialization(*random_rows(batch, heads, 1, dim, w))
-        held = min(context, window) if window is not None and layer.rotates else context
-        at_once = min(held, WINDOW_FILL_TOKENS if layer.rotates else FILL_TOKENS)
+        held = context if window is None else min(context, window)
+        at_once = min(held, FILL_TOKENS if window is None else WINDOW_FILL_TOKENS)
         rows = random_rows(batch, heads, at_once, dim, w)
+        layer.lazy_initialization(*rows)
         for start in range(0, held, at_once):
             tokens = min(at_once, held - start)
             layer.stored.append(*(x[:, :, :tokens] for x in rows))

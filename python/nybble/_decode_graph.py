@@ -78,11 +78,11 @@ def _places(cache: NybbleCache) -> tuple[Any, ...]:
 
 def _room(layers: Iterable[NybbleLayer]) -> int:
     """How many tokens more there is room for."""
-    rooms = [
-        layer._stored.usage().capacity_tokens - layer.cumulative_length
-        for layer in layers
-        if layer._stored is not None and not layer.rotates
-    ]
+    rooms = []
+    for layer in layers:
+        capacity = 0 if layer._stored is None else layer._stored.usage().capacity_tokens
+        if layer.sliding_window is None or capacity < layer.sliding_window:  # else it rotates
+            rooms.append(capacity - layer.cumulative_length)
     return min(rooms, default=1 << 31)
 
 
@@ -103,9 +103,8 @@ class DecodeGraph:
     Args:
         model: on a CUDA device, with attn_implementation="nybble".
         cache: holds the prompt, and a token that was decoded eagerly (that compiles the kernels),
-            and has room for what is to come.
-        starts: where each sequence of a left-padded batch begins, int32 [batch] on that device, and
-            its positions with it; None where there is no padding.
+            and has room for what is to come. Positions go on where each sequence ends: left padding
+            does not count.
 
     Raises:
         NybbleError: POINTER where the cache is not on a CUDA device, or the model on another; LENGTH
@@ -115,7 +114,7 @@ class DecodeGraph:
 
     logits: torch.Tensor  # [batch, 1, vocabulary] of the last step
 
-    def __init__(self, model: Any, cache: NybbleCache, starts: torch.Tensor | None = None) -> None:
+    def __init__(self, model: Any, cache: NybbleCache) -> None:
         self._layers = list(cache._layers())
         stored = [layer.stored for layer in self._layers]
         if not stored or None in stored or cache.get_seq_length() == 0:
@@ -136,23 +135,12 @@ class DecodeGraph:
         self._limit = length + _room(self._layers)
         # Made as usual tensors, whatever mode this is: other modes write to them.
         with torch.inference_mode(False), torch.no_grad():
-            shape = (first.batch, 1)
-            self.token = torch.zeros(shape, dtype=torch.long, device=device)
-            self._position = torch.full(shape, length, device=device)
-            self._starts = None
-            if starts is not None:
-                self._starts = starts.clone().view(-1, 1, 1, 1)
-                self._position -= self._starts.view(-1, 1)
+            self.token = torch.zeros(first.batch, 1, dtype=torch.long, device=device)
+            self._position = torch.tensor(first.lengths, device=device).view(-1, 1)
             self._record(model, cache, device)
 
     def _run(self, model: Any, cache: NybbleCache) -> None:
-        outputs = model(
-            self.token,
-            position_ids=self._position,
-            attention_mask=self._starts,
-            cache=cache,
-            use_cache=True,
-        )
+        outputs = model(self.token, position_ids=self._position, cache=cache, use_cache=True)
         names = set(outputs) if hasattr(outputs, "logits") else {type(outputs).__name__}
         if not names <= {"logits", "cache"}:
             raise refuse(
@@ -177,11 +165,7 @@ class DecodeGraph:
 
     def fits(self, model: Any, step: _Step) -> bool:
         """Whether this is that step of the model, over the cache as it is now."""
-        return (
-            self._model() is model
-            and (step.starts is None) == (self._starts is None)
-            and self._places == _places(step.cache)
-        )
+        return self._model() is model and self._places == _places(step.cache)
 
     @property
     def room(self) -> int:
@@ -218,8 +202,6 @@ class DecodeGraph:
             self._position.fill_(step.cache.get_seq_length())  # as models count, padding or not
         else:
             self._position.copy_(step.positions)
-        if self._starts is not None and step.starts is not None:
-            self._starts.copy_(step.starts.view(-1, 1, 1, 1))
         logits = self.step(step.token).clone()
         return self._kind(logits=logits, cache=step.cache)
 
@@ -233,7 +215,6 @@ class _Step:
 
     token: torch.Tensor
     cache: NybbleCache
-    starts: torch.Tensor | None
     positions: torch.Tensor | None
 
 
@@ -295,19 +276,17 @@ class DecodeGraphs:
         """What a call asks for; None, and the reason, where a graph will not do."""
         given = {name: value for name, value in options.items() if value is not None}
         mask, positions = given.pop("attention_mask", None), given.pop("position_ids", None)
-        starts = None
         reason = self._refused.get(token.device)
         if reason is None:
             reason = _reason_against(model, token, given, positions)
         if reason is None and mask is not None:
+            # What the cache left out when it came; the token itself is none of it.
             is_rows = mask.dim() == 2 and mask.shape[1] == cache.get_seq_length() + 1
             starts = left_padding(mask) if is_rows else None
-            if starts is None:
+            if starts is None or bool((starts == mask.shape[1]).any()):
                 reason = "attention_mask hides more than padding on the left"
-            elif not bool(starts.any()):
-                starts = None
         if reason is None:
-            return _Step(token, cache, starts, positions)
+            return _Step(token, cache, positions)
         self._explain(reason)
         return None
 
@@ -326,7 +305,7 @@ class DecodeGraphs:
         if cache.warm != _places(cache) or _room(cache._layers()) <= 0:
             return None
         try:
-            cache.graph = DecodeGraph(model, cache, step.starts)
+            cache.graph = DecodeGraph(model, cache)
             self.captured += 1
         except Exception as error:
             reason = str(error).strip().split("\n")[0]

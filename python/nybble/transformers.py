@@ -108,8 +108,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     Args:
         bits, value_bits, group_size: see `NybbleCache`.
-        sliding_window: the layer keeps what rows of such a window see, and no more (on the CPU; on
-            CUDA it keeps all, and attention looks at the window); None keeps all.
+        sliding_window: the layer keeps what rows of such a window see, and no more; None keeps all.
         context: where it computes; that of the device which has the first keys where None.
     """
 
@@ -129,7 +128,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.bits, self.group_size = bits, group_size
         self.value_bits = bits if value_bits is None else value_bits
         self.sliding_window = sliding_window
-        self.is_sliding = self.rotates = sliding_window is not None
+        self.is_sliding = sliding_window is not None
         self.context = context
         self._room = 0
         self._stored: Cache | None = None
@@ -138,6 +137,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         # Tokens of a sequence as transformers counts them, padding included.
         self.cumulative_length = 0
         self.has_padding = False
+        self._starts: list[int] | None = None  # of the sequences, once they were read
         self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
@@ -154,8 +154,6 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         self.batch_size, heads, _, key_dim = key_states.shape
         context = self.context or default_context(device_of(key_states))
-        # The library's caches of other kinds, and padding that is left out, are the CPU's alone.
-        self.rotates = self.is_sliding and context.device == HOST
         self._stored = Cache(
             self.batch_size,
             heads,
@@ -164,7 +162,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             key=self._format(self.bits, key_states.dtype),
             value=self._format(self.value_bits, key_states.dtype),
             initial_capacity_tokens=self._room,
-            window_tokens=(self.sliding_window or 0) if self.rotates else 0,
+            window_tokens=self.sliding_window or 0,
             context=context,
         )
         self.is_initialized = True
@@ -212,18 +210,15 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         )
 
     def store(self, starts: torch.Tensor | None) -> Cache:
-        """Append the tokens that wait, on the CPU without the padding before `starts`; returns the
-        cache."""
+        """Append the tokens that wait, without the padding before `starts`; returns the cache."""
         stored = self.stored
         assert stored is not None
         if self._waiting is not None:
             keys, values = self._waiting
             self._waiting = None
             tokens, before = keys.shape[2], self.cumulative_length - keys.shape[2]
-            padding = None
-            if starts is not None and stored.device == HOST:
-                padding = [min(max(int(s) - before, 0), tokens) for s in starts.tolist()]
-                self.has_padding |= any(padding)
+            padding = None if starts is None else self._padding(starts, tokens, before)
+            self.has_padding |= padding is not None
             try:
                 stored.append(keys, values, padding=padding)
             except Exception:
@@ -231,8 +226,18 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 raise
         return stored
 
+    def _padding(self, starts: torch.Tensor, tokens: int, before: int) -> list[int] | None:
+        """How many of the tokens to come are padding, by sequence; None where none is.
+
+        A token behind every sequence's start is none: then a GPU is not waited for.
+        """
+        if tokens > 1 or self._starts is None or before < max(self._starts):
+            self._starts = [int(start) for start in starts.tolist()]
+        padding = [min(max(start - before, 0), tokens) for start in self._starts]
+        return padding if any(padding) else None
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        if self.sliding_window is None or not self.rotates:
+        if self.sliding_window is None:
             return self.cumulative_length + query_length, 0
         offset = max(self.cumulative_length - self.sliding_window + 1, 0)
         return self.cumulative_length + query_length - offset, offset
@@ -260,7 +265,8 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def reset(self) -> None:
         """Empty; the next update may be of another batch."""
         self._stored, self._waiting, self.is_initialized = None, None, False
-        self.cumulative_length, self._replayed, self.has_padding = 0, 0, False
+        self.cumulative_length, self._replayed = 0, 0
+        self.has_padding, self._starts = False, None
         if hasattr(self, "batch_size"):
             del self.batch_size
 
@@ -293,6 +299,8 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def _reorder(self, sources: Sequence[int]) -> None:
         if self.stored is not None:
             self.stored.reorder(sources)
+            if self._starts is not None:
+                self._starts = [self._starts[source] for source in sources]
             self.batch_size = self.stored.batch
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -568,11 +576,8 @@ def attention_forward(
                 "a mask of [query_len, tokens] follows left padding, which this cache left out",
                 lib.NYB_ERROR_UNSUPPORTED,
             )
-        if not key.layer.rotates:
-            options["window_tokens"] = key.layer.sliding_window or sliding_window or 0
         tokens: tuple[Any, ...] = (stored,)
         options["path"] = key.layer.path
-        options["starts"] = None if stored.device == HOST else starts
     else:
         tokens = (key.detach(), value.detach())
         options["starts"] = starts

@@ -199,7 +199,7 @@ refused(lambda: cache.layers[0].update(f32(2, 2, 1, 64), f32(2, 2, 1, 64)), "key
 
 
 def test_windows_and_padding(fakes: Path) -> None:
-    """On a GPU a layer with a window keeps all tokens, and padding stays, unseen."""
+    """As on the CPU, a layer with a window rotates, and padding is not stored."""
     run(
         fakes,
         """
@@ -208,19 +208,22 @@ from unittest import mock
 layer = ours.NybbleLayer(4, sliding_window=8)
 module = torch.nn.Module().eval()
 starts = on_gpu(torch.tensor([0, 3], dtype=torch.int32).view(2, 1, 1, 1))
-for tokens in (20, 1):
-    assert layer.get_mask_sizes(tokens) == (20 if tokens > 1 else 21, 0)
+reads = []
+OnGpu.tolist = lambda self: (reads.append(self), torch.Tensor.tolist(self))[1]
+for tokens, mask in ((20, starts), (1, starts), (1, None)):
     packed = layer.update(f32(2, 2, tokens, 64), f32(2, 2, tokens, 64))
-    with mock.patch("nybble.transformers.attention", wraps=nybble.attention) as attention:
-        ours.attention_forward(module, f32(2, 4, tokens, 64), *packed, starts, sliding_window=8)
-    options = attention.call_args.kwargs
-    assert options["window_tokens"] == 8
-    assert options["starts"].data_ptr() == starts.data_ptr()
+    with mock.patch("nybble.transformers.attention", wraps=nybble.attention) as attention, \\
+         mock.patch.object(layer.stored, "append", wraps=layer.stored.append) as append:
+        ours.attention_forward(module, f32(2, 4, tokens, 64), *packed, mask, sliding_window=8)
+    assert not {"window_tokens", "starts"} & set(attention.call_args.kwargs)
+    assert append.call_args.kwargs["padding"] == ([0, 3] if tokens > 1 else None)
+    assert len(reads) == 1, "a step waits for nothing"
     names = gpu.taken()
-    assert names[0] == "append" and names[1].startswith("attention"), names
-assert layer.stored.lengths == [21, 21]
-layer.crop(-5)
-assert layer.get_seq_length() == 16 and layer.stored.lengths == [16, 16]
+    assert "append_placed" in names and names[-1].startswith("attention"), names
+assert layer.stored.lengths == [22, 19] and layer.get_seq_length() == 22
+assert layer.get_mask_sizes(1) == (8, 15) and layer.stored.usage().capacity_tokens < 64
+layer.reorder_cache(torch.tensor([1, 1]))
+assert layer.stored.lengths == [19, 19] and any("reorder" in name for name in gpu.taken())
 """,
     )
 
