@@ -222,8 +222,12 @@ def random_rows(batch: int, heads: int, tokens: int, dim: int, like: Any) -> lis
 
 def fill_by_updates(cache: Any, config: PreTrainedConfig, context: int, batch: int, w: Any) -> None:
     """A whole prompt at once, as the model's own prefill would."""
-    for i, (heads, dim, _) in enumerate(layer_sizes(config)):
+    for i, (heads, dim, window) in enumerate(layer_sizes(config)):
         cache.update(*random_rows(batch, heads, context, dim, w), i)
+        if window is not None and isinstance(cache, DynamicCache):
+            # A slice, which would keep the whole prompt alive until the next update.
+            layer = cache.layers[i]
+            layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
 
 
 def fill_nybble(cache: Any, config: PreTrainedConfig, context: int, batch: int, w: Any) -> None:

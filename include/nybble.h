@@ -215,7 +215,9 @@ typedef struct nyb_context_options {
   /* CUDA: calls work on the CUDA context that is current in the calling thread, whichever device it
    * belongs to; where none is, on this device's primary context. */
   int32_t device;
-  nyb_allocator device_allocator; /* CUDA: memory of caches; both NULL: cuMemAlloc */
+  /* CUDA: memory of caches, which any stream may use at once (an allocator that gives out what a
+   * stream's queued work still writes to waits for that first); both NULL: cuMemAlloc. */
+  nyb_allocator device_allocator;
 } nyb_context_options;
 
 #define NYB_CONTEXT_OPTIONS_INIT NYB_INIT(nyb_context_options)

@@ -53,8 +53,14 @@ def _nothing(*error: object) -> None:
 
 
 def _allocate(device: int, size: int) -> Any:
+    """Memory for every stream. PyTorch gives out what work queued on the current one may still be
+    writing to, since it means to use it there, behind that; the library zeroes a cache's lengths on
+    a stream of its own."""
     torch = sys.modules["torch"]
-    return torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
+    memory = torch.empty(size, dtype=torch.uint8, device=f"cuda:{device}")
+    if not torch.cuda.is_current_stream_capturing():  # a capture's memory is its own
+        torch.cuda.current_stream(device).synchronize()
+    return memory
 
 
 @ffi.def_extern(error=ffi.NULL, onerror=_nothing)  # type: ignore[untyped-decorator]

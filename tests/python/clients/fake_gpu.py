@@ -197,11 +197,14 @@ class FakeGpu:
         self._callback = CALLBACK(self._launched)
         self.control.launch = ctypes.cast(self._callback, ctypes.c_void_p)
         cuda: Any = torch.cuda
-        cuda.current_stream = lambda device=None: SimpleNamespace(cuda_stream=STREAM)
+        # What was allocated, and -1 where PyTorch's stream was waited for.
+        self.allocated: list[int] = []
+        stream = SimpleNamespace(cuda_stream=STREAM, synchronize=lambda: self.allocated.append(-1))
+        cuda.current_stream = lambda device=None: stream
+        cuda.is_current_stream_capturing = lambda: False
         cuda.current_device = lambda: 0
         cuda.device = _Guard
         self.entered = _Guard.entered
-        self.allocated: list[int] = []
         empty = torch.empty
 
         def make(shape: Any, dtype: Any = None, device: Any = "cpu", **options: Any) -> Any:

@@ -66,6 +66,7 @@ def test_attention_over_a_cache(fakes: Path) -> None:
         """
 cache = nybble.Cache(2, 2, 128, key=nybble.affine(4), device="cuda")
 assert cache.device == 0 and gpu.allocated, "the cache's memory is PyTorch's"
+assert set(gpu.allocated[1::2]) == {-1}, "no queued work writes to it any more"
 before = sum(gpu.allocated)
 cache.append(f32(2, 2, 300, 128), f32(2, 2, 300, 128))
 assert gpu.taken() == ["append"] and cache.lengths == [300, 300]
