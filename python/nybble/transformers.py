@@ -37,7 +37,7 @@ from transformers.cache_utils import CacheLayerMixin, DummyLayer, get_layer_type
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ._arrays import HOST, device_of
+from ._arrays import device_of
 from ._attention import attention
 from ._cache import Cache
 from ._context import Context, default_context
