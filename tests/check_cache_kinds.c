@@ -207,7 +207,7 @@ static bool compare_token(kinds_check *c, const nyb_attention *want, const nyb_a
       char a[MOST_DIM * 6], b[MOST_DIM * 6];
       const int64_t bytes = read_row(&wanted, head, dim, a);
       if (read_row(&held, head, dim, b) == bytes && memcmp(a, b, (size_t)bytes) == 0) continue;
-      char where[96];
+      char where[160];
       snprintf(where, sizeof where, "%s of sequence %lld, head %lld, token %lld is another",
                part == 0 ? "key" : "value", (long long)sequence, (long long)head, (long long)token);
       return fail(c, where);
@@ -227,7 +227,7 @@ static bool compare_counts(kinds_check *c, const nyb_attention *want, const nyb_
   };
   for (size_t i = 0; i < sizeof numbers / sizeof numbers[0]; i++) {
     if (numbers[i][0] == numbers[i][1]) continue;
-    char text[120];
+    char text[200];
     snprintf(text, sizeof text, "%s of sequence %lld is %lld, not %lld",
              i == 0   ? "length"
              : i == 1 ? "held_tokens"
@@ -350,7 +350,7 @@ static bool compare_results(kinds_check *c, int64_t rows, const results *r) {
       good = good && fabs(error) <= OUT_TOLERANCE;
     }
     if (good) continue;
-    char text[120];
+    char text[200];
     snprintf(text, sizeof text, "row %lld of %lld of attention is another: lse %g, not %g",
              (long long)i, (long long)rows, got, want);
     return fail(c, text);
