@@ -247,6 +247,11 @@ nyb_status nyb_cache_make_like(nyb_context *context, const nyb_cache *cache, int
                                const nyb_cache_sequence *states, nyb_cache **made);
 /* A context of the CPU with the same allocator, for what a cache on CUDA holds. */
 nyb_status nyb_cache_make_host_context(const nyb_context *context, nyb_context **host);
+/* Whether a ring that tokens have left can hold so many: those that the next row sees, or, of files
+ * of others, its first ones and some more. */
+static inline bool nyb_cache_ring_may_hold(const nyb_cache_options *options, int64_t held) {
+  return held > options->window_keep_tokens || held >= options->window_tokens - 1;
+}
 /* Both hold what the other held. Made by nyb_cache_make_like(), one from the other. */
 void nyb_cache_exchange(nyb_cache *a, nyb_cache *b);
 

@@ -32,7 +32,7 @@ static nyb_status check_state(const nyb_cache *cache, int64_t sequence,
   bool good = state->held >= 0 && state->held <= INT32_MAX && state->dropped >= 0 &&
               state->held <= cache->limit_tokens &&
               state->dropped <= cache->limit_tokens - state->held;
-  if (state->dropped != 0) good &= rotating && state->held > options->window_keep_tokens;
+  if (state->dropped != 0) good &= rotating && nyb_cache_ring_may_hold(options, state->held);
   if (cache->kind == NYB_CACHE_MIXED) {
     good &= state->last_begin >= nyb_smaller(options->first_tokens, state->held) &&
             state->last_begin <= state->held &&

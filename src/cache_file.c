@@ -586,7 +586,7 @@ static nyb_status check_own_sequences(const file_reader *reader, const nyb_file_
     const int64_t first = tokens_in(&read->region[NYB_FIRST], i);
     const int64_t last = tokens_in(&read->region[NYB_LAST], i);
     bool good = state.dropped >= 0 && state.dropped <= INT32_MAX - state.held;
-    if (state.dropped > 0) good &= state.held > options->window_keep_tokens;
+    if (state.dropped > 0) good &= nyb_cache_ring_may_hold(options, state.held);
     good &= first == nyb_smaller(state.held, options->first_tokens) && last <= options->last_tokens;
     if (!good) {
       return nyb_fail(NYB_ERROR_FILE_FORMAT,

@@ -962,6 +962,31 @@ static void test_what_cannot_be_saved(void **state) {
   for (int i = 0; i < 2; i++) nyb_cache_destroy(layers[i]);
 }
 
+/* A window of one token behind those that stay: once that one is taken back, they are all. */
+static void test_ring_of_its_first_tokens(void **state) {
+  (void)state;
+  nyb_cache_options options = NYB_CACHE_OPTIONS_INIT;
+  options.batch = 2;
+  options.kv_heads = 1;
+  options.key_dim = options.value_dim = 32;
+  options.key_format = options.value_format = (nyb_format){NYB_AFFINE, 4, 32, NYB_F32};
+  options.window_tokens = 5;
+  options.window_keep_tokens = 4;
+  nyb_cache *cache = filled(&options, 10, 1);
+  append(cache, &options, 1, 2);
+  expect_ok(nyb_cache_trim(cache, NYB_ALL_SEQUENCES, 1, NULL, NULL));
+  assert_int_equal(nyb_cache_length(cache, 0), 10);
+  assert_int_equal(nyb_cache_held_tokens(cache, 0), 4);
+  save_one(in_folder("saved"), cache);
+  nyb_cache *loaded = load_one(in_folder("saved"));
+  expect_same(loaded, cache);
+  append(cache, &options, 3, 3);
+  append(loaded, &options, 3, 3);
+  expect_same(loaded, cache);
+  nyb_cache_destroy(cache);
+  nyb_cache_destroy(loaded);
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test_setup_teardown(test_what_is_saved_loads, set_up, tear_down),
@@ -977,6 +1002,7 @@ int main(void) {
       cmocka_unit_test_setup_teardown(test_every_allocation_may_fail, set_up, tear_down),
       cmocka_unit_test_setup_teardown(test_files_that_are_none, set_up, tear_down),
       cmocka_unit_test_setup_teardown(test_what_cannot_be_saved, set_up, tear_down),
+      cmocka_unit_test_setup_teardown(test_ring_of_its_first_tokens, set_up, tear_down),
   };
   return cmocka_run_group_tests(tests, NULL, NULL);
 }
