@@ -17,6 +17,7 @@
 #include "../src/cpu/geglu_f32.h"
 #include "../src/cuda/attention.h"
 #include "../src/cuda/device/attention_combine.cuh"
+#include "../src/cuda/device/attention_general.cuh"
 #include "../src/cuda/device/attention_places.cuh"
 #include "../src/cuda/device/geglu.cuh"
 #include "../src/cuda/device/quantize.cuh"
@@ -530,6 +531,32 @@ static void combine(const float *outs, const float *lses, int parts, float *out,
   *lse = nyb_f32_of_f64(all > 1 ? NYB_F64_ADD(largest, nyb_log_from_one(all)) : largest);
 }
 
+/* What has no weight, +0 or NaN, leaves the other side's bits, zeros and infinities too; NaN shows.
+ */
+static void test_fold_of_sides(void **state) {
+  (void)state;
+  const float maxima[] = {-INFINITY, -3.5f, 0, 80};
+  const float values[] = {0, -0.0f, 1e-45f, -1e-38f, 0.1f, -7, 3e38f, INFINITY, -INFINITY};
+  for (size_t m = 0; m < sizeof maxima / sizeof *maxima; m++) {
+    const nyb_fold next = nyb_fold_of_sides(-INFINITY, 0, maxima[m], 1);
+    const nyb_fold folded = nyb_fold_of_sides(maxima[m], 1, -INFINITY, 0);
+    assert_true(next.maximum == maxima[m] && folded.maximum == maxima[m]);
+    for (size_t i = 0; i < sizeof values / sizeof *values; i++) {
+      const uint32_t bits = nyb_bits_of(values[i]);
+      assert_int_equal(nyb_bits_of(nyb_fold_values(0, next.keep, values[i], next.add)), bits);
+      assert_int_equal(nyb_bits_of(nyb_fold_values(values[i], folded.keep, 0, folded.add)), bits);
+      assert_true(isnan(nyb_fold_values(NAN, next.keep, values[i], next.add)));
+      assert_true(isnan(nyb_fold_values(values[i], folded.keep, NAN, folded.add)));
+    }
+  }
+  const nyb_fold neither = nyb_fold_of_sides(-INFINITY, 0, -INFINITY, 0);
+  assert_int_equal(nyb_bits_of(nyb_fold_values(0, neither.keep, 0, neither.add)), 0);
+  assert_true(isnan(nyb_fold_values(NAN, neither.keep, 0, neither.add)));
+  assert_true(isnan(nyb_fold_values(0, neither.keep, NAN, neither.add)));
+  const nyb_fold both = nyb_fold_of_sides(0, 1, 0.5f, 1);
+  assert_true(both.keep == expf(-0.5f) && both.add == 1);
+}
+
 static void test_merge(void **state) {
   static const double spreads[] = {0, 0.01, 1, 30, 800};
   (void)state;
@@ -576,6 +603,7 @@ int main(void) {
       cmocka_unit_test(test_geglu_f32),
       cmocka_unit_test(test_sight_and_places),
       cmocka_unit_test(test_numbers_out_of_range),
+      cmocka_unit_test(test_fold_of_sides),
       cmocka_unit_test(test_merge),
   };
   return cmocka_run_group_tests(tests, set_up, NULL);

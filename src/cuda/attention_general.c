@@ -91,6 +91,16 @@ static int64_t whole_blocks(const cut *c) {
   return c->units < MAX_WHOLE_BLOCKS ? c->units : MAX_WHOLE_BLOCKS;
 }
 
+/* Of a split call: a block for each chunk, but no more than fill the device so many times, which
+ * then take chunk after chunk. */
+static int64_t blocks_of_unit(const cut *c, const nyb_cuda_properties *properties,
+                              const nyb_cuda_kernel *kernel) {
+  enum { TIMES = 2 };
+  const int64_t resident = (int64_t)properties->multiprocessors * kernel->blocks_per_multiprocessor;
+  const int64_t blocks = (TIMES * resident + c->units - 1) / c->units;
+  return blocks < c->chunks ? blocks : c->chunks;
+}
+
 static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
   (void)properties;
   const nyb_attention *a = call->attention;
@@ -144,13 +154,13 @@ static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
   arguments.memory = workspace;
   arguments.chunks = c.chunks;
   arguments.rows_per_unit = c.rows;
-  arguments.split = is_split(&c);
   if (!is_split(&c)) {
     const int64_t grid[3] = {whole_blocks(&c), 1, 1};
     return nyb_cuda_launch(scope, kernels[0], grid, &arguments, stream, false);
   }
   arguments.statistics = arguments.memory + c.all_rows * c.chunks * a->value_dim;
-  const int64_t grid[3] = {c.units * c.chunks, 1, 1};
+  arguments.split = (int)blocks_of_unit(&c, scope->properties, kernels[0]);
+  const int64_t grid[3] = {c.units * arguments.split, 1, 1};
   const nyb_status status = nyb_cuda_launch(scope, kernels[0], grid, &arguments, stream, false);
   if (status != NYB_OK) return status;
   const int64_t merge_grid[3] = {c.all_rows, (a->value_dim + MERGE_THREADS - 1) / MERGE_THREADS, 1};

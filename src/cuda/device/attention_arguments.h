@@ -37,9 +37,10 @@ typedef struct nyb_attention_arguments {
   long long batch, kv_heads, heads_per_kv, query_len, key_dim, value_dim;
   int causal;
   int query_dtype, out_dtype;
-  int round_to;      /* dtype that scaled queries and scores are rounded to; f32: not at all */
-  float scale;       /* already rounded to it */
-  int split;         /* attention_general: a block takes one chunk, and the merge kernel follows */
+  int round_to; /* dtype that scaled queries and scores are rounded to; f32: not at all */
+  float scale;  /* already rounded to it */
+  int split; /* attention_general: blocks that share a unit's chunks, before the merge kernel; 0: a
+                block takes whole units */
   float *memory;     /* values of partial results, or compat's slots of a score row and a query */
   float *statistics; /* attention_general: a maximum and a sum for each partial result */
   long long chunks;  /* partial results of a row, in the workspace */

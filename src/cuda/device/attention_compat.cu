@@ -68,7 +68,7 @@ __device__ Source source_of(const nyb_attention_arguments &a, const Row &row, co
 // scale * code + bias, a product and a sum.
 __device__ __forceinline__ float element_of(const Source &source, const nyb_run &run, int i) {
   if (source.bits == 0) return nyb_plain_of(&run, source.dtype, i);
-  const float code = nyb_float_from_code(nyb_code_in(&run, source.bits, i));
+  const float code = nyb_code_number(&run, source.bits, i);
   return NYB_ADD(NYB_MULTIPLY(nyb_widen(source.dtype, run.scale), code),
                  nyb_widen(source.dtype, run.bias));
 }

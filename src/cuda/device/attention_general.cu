@@ -71,8 +71,7 @@ constexpr int OUTPUT_PITCH = SUMS_IN_REGISTERS ? COLUMN_THREADS
 
 constexpr int WARP_ROWS = (ROWS + WARPS - 1) / WARPS;
 
-// A tile is looked at before anything of it is read.
-constexpr bool IN_PARTS = PLACED == 2, LOOKS = FEATURED || PLACED;
+constexpr bool IN_PARTS = PLACED == 2;
 
 struct Quad {
   float x, y, z, w;
@@ -88,15 +87,17 @@ struct Shared {
   int *visible;
   int64_t *query_offset, *out_offset, *lse_offset; // in bytes
 
-  // FEATURED: what rows see beside `visible`, and of the tile, two words of bits each; of this tile
-  // and of the one before, which others may still be reading, in turn.
+  // FEATURED: what rows see beside `visible`.
   int64_t *mask_offset;
   int *keep_end, *begin, *position;
-  float *finish;       // what values are multiplied by at the end; 0 or more
+  float *finish; // what values are multiplied by at the end; 0 or more
   float *slope;
-  uint32_t *seen;      // [2][ROWS][2]
 
-  int *block, *slot; // PLACED: of each token of the tile
+  // What is found out about a tile while values of the one before are summed: so there are two.
+  uint32_t *seen;         // FEATURED: [2][ROWS][2], bits of the tokens that a row sees
+  uint32_t *seen_by_some; // FEATURED: [2][WARPS], not 0 where some row of the warp's sees a token,
+  uint32_t *seen_by_all;  // and ~0 where all of them see all
+  int *block, *slot;      // PLACED: [2][TILE]
 };
 
 __device__ __forceinline__ Shared shared_at(char *memory) {
@@ -125,10 +126,12 @@ __device__ __forceinline__ Shared shared_at(char *memory) {
     shared.finish = reinterpret_cast<float *>(shared.position + ROWS);
     shared.slope = shared.finish + ROWS;
     shared.seen = reinterpret_cast<uint32_t *>(shared.slope + ROWS);
-    words = reinterpret_cast<int *>(shared.seen + 2 * ROWS * 2);
+    shared.seen_by_some = shared.seen + 2 * ROWS * 2;
+    shared.seen_by_all = shared.seen_by_some + 2 * WARPS;
+    words = reinterpret_cast<int *>(shared.seen_by_all + 2 * WARPS);
   }
   shared.block = words;
-  shared.slot = shared.block + TILE;
+  shared.slot = shared.block + 2 * TILE;
   return shared;
 }
 
@@ -149,10 +152,8 @@ struct Unit {
   int rows;
   int visible; // tokens that the last row sees: no row sees more
 
-  // FEATURED: no row sees a token from keep_end up to begin, either.
-  nyb_sequence sequence;
-  int keep_end, begin;
-  nyb_chunk_list chunks;
+  nyb_sequence sequence; // FEATURED
+  nyb_chunk_list chunks; // FEATURED
 
   int last_begin; // IN_PARTS
 };
@@ -179,8 +180,6 @@ __device__ Unit unit_at(const nyb_attention_arguments &a, int64_t index) {
     const nyb_row_sight sight_of_first =
         nyb_row_sight_of(&a, &unit.sequence, unit.first_row / a.heads_per_kv);
     unit.visible = sight_of_last.end;
-    unit.keep_end = sight_of_last.keep_end;
-    unit.begin = sight_of_first.begin;
     unit.chunks = nyb_chunk_list_of(&sight_of_first, &sight_of_last);
   } else {
     unit.length = nyb_length_of(&a, unit.batch);
@@ -300,18 +299,47 @@ struct StoredRow {
   const char *codes, *scales, *biases;
 };
 
-// Of token `token` of the tile that begins with first_token.
-__device__ __forceinline__ StoredRow row_at(const Source &source, const Shared &shared,
-                                            int first_token, int token) {
+// Tokens that are attended together, of one part; none behind a chunk's end.
+struct Tile {
+  int first, tokens, part;
+};
+
+__device__ __forceinline__ StoredRow row_in(const Source &source, int64_t block, int64_t slot) {
+  StoredRow row = {source.codes + slot * source.codes_stride,
+                   source.scales + slot * source.scales_stride,
+                   source.biases + slot * source.biases_stride};
   if constexpr (PLACED) {
-    const int64_t block = shared.block[token], slot = shared.slot[token];
-    return {source.codes + block * source.codes_block + slot * source.codes_stride,
-            source.scales + block * source.scales_block + slot * source.scales_stride,
-            source.biases + block * source.biases_block + slot * source.biases_stride};
+    row.codes += block * source.codes_block;
+    row.scales += block * source.scales_block;
+    row.biases += block * source.biases_block;
   }
-  const int at = first_token + token;
-  return {source.codes + at * source.codes_stride, source.scales + at * source.scales_stride,
-          source.biases + at * source.biases_stride};
+  return row;
+}
+
+__device__ __forceinline__ StoredRow row_at(const Source &source, const Shared &shared, int turn,
+                                            const Tile &tile, int token) {
+  if constexpr (!PLACED) return row_in(source, 0, tile.first + token);
+  return row_in(source, shared.block[turn * TILE + token], shared.slot[turn * TILE + token]);
+}
+
+// Whether the tile is whole and its rows follow each other in memory: its ends are as far apart as
+// they can be.
+__device__ __forceinline__ bool is_together(const Shared &shared, int turn, const Tile &tile) {
+  if (tile.tokens < TILE) return false;
+  if constexpr (!PLACED) return true;
+  const int first = turn * TILE, last = first + TILE - 1;
+  return shared.block[first] == shared.block[last] &&
+         shared.slot[last] - shared.slot[first] == TILE - 1;
+}
+
+__device__ __forceinline__ int64_t bytes_of(int dtype) { return dtype == NYB_DEVICE_F32 ? 4 : 2; }
+
+__device__ __forceinline__ StoredRow row_from(const Source &source, const StoredRow &row, int bits,
+                                              int dtype, int first) {
+  if (bits == 0) return {row.codes + first * bytes_of(dtype), row.scales, row.biases};
+  const int64_t group = first >> source.group_shift;
+  return {row.codes + nyb_code_offset(bits, first), row.scales + group * bytes_of(dtype),
+          row.biases + group * bytes_of(dtype)};
 }
 
 __device__ __forceinline__ nyb_run zero_run() {
@@ -329,22 +357,27 @@ __device__ __forceinline__ float bias_beside(float scale, float bias) {
 
 template <int BITS, int DTYPE, bool ALIGNED, int DIM>
 struct Format {
-  static constexpr int AT_ONCE = 4; // runs whose loads are under way together
+  // Runs whose loads are under way together: one by one, and of rows that follow each other.
+  static constexpr int AT_ONCE = 4, AT_ONCE_TOGETHER = BITS != 0 && ROWS <= 8 ? 8 : 4;
 
-  static __device__ __forceinline__ nyb_run load(const Source &source, const StoredRow &row,
-                                                 int first) {
+  // The row from element `first` on, of which a run is to be loaded.
+  static __device__ __forceinline__ StoredRow from(const Source &source, const StoredRow &row,
+                                                   int first) {
+    return row_from(source, row, BITS, DTYPE, first);
+  }
+
+  static __device__ __forceinline__ nyb_run load(const Source &, const StoredRow &row, int first) {
     nyb_run run = zero_run();
     if constexpr (BITS == 0) {
       if constexpr (ALIGNED && DIM % RUN == 0) {
-        nyb_load_plain_aligned(&run, row.codes, DTYPE, first);
+        nyb_load_plain_aligned(&run, row.codes, DTYPE, 0);
       } else {
-        nyb_load_plain(&run, row.codes, DTYPE, first, DIM % RUN == 0 ? RUN : DIM - first);
+        nyb_load_plain(&run, row.codes, DTYPE, 0, DIM % RUN == 0 ? RUN : DIM - first);
       }
     } else {
-      nyb_load_codes(&run, row.codes, BITS, first);
-      const int group = first >> source.group_shift;
-      run.scale = nyb_load_bits(row.scales, DTYPE, group);
-      run.bias = nyb_load_bits(row.biases, DTYPE, group);
+      nyb_load_codes_at(&run, row.codes, BITS, nyb_code_shift(BITS, first));
+      run.scale = nyb_load_bits(row.scales, DTYPE, 0);
+      run.bias = nyb_load_bits(row.biases, DTYPE, 0);
     }
     return run;
   }
@@ -352,7 +385,7 @@ struct Format {
   static __device__ __forceinline__ float element(const nyb_run &run, float scale, float bias,
                                                   int i) {
     if constexpr (BITS == 0) return nyb_plain_of(&run, DTYPE, i);
-    return fmaf(nyb_float_from_code(nyb_code_in(&run, BITS, i)), scale, bias);
+    return fmaf(nyb_code_number(&run, BITS, i), scale, bias);
   }
 
   static __device__ __forceinline__ void store(const Source &, const nyb_run &run, Quad *to,
@@ -373,26 +406,30 @@ using Values = Format<VALUE_BITS, VALUE_DTYPE, VALUE_ALIGNED, VALUE_DIM>;
 // the same rows.
 template <int DIM>
 struct AnyRows {
-  static constexpr int AT_ONCE = 1;
+  static constexpr int AT_ONCE = 1, AT_ONCE_TOGETHER = 1;
+
+  static __device__ __forceinline__ StoredRow from(const Source &source, const StoredRow &row,
+                                                   int first) {
+    return row_from(source, row, source.bits, source.dtype, first);
+  }
 
   static __device__ __forceinline__ nyb_run load(const Source &source, const StoredRow &row,
                                                  int first) {
     nyb_run run = zero_run();
     if (source.bits == 0) {
-      nyb_load_plain(&run, row.codes, source.dtype, first, DIM % RUN == 0 ? RUN : DIM - first);
+      nyb_load_plain(&run, row.codes, source.dtype, 0, DIM % RUN == 0 ? RUN : DIM - first);
       return run;
     }
-    nyb_load_codes(&run, row.codes, source.bits, first);
-    const int group = first >> source.group_shift;
-    run.scale = nyb_load_bits(row.scales, source.dtype, group);
-    run.bias = nyb_load_bits(row.biases, source.dtype, group);
+    nyb_load_codes_at(&run, row.codes, source.bits, nyb_code_shift(source.bits, first));
+    run.scale = nyb_load_bits(row.scales, source.dtype, 0);
+    run.bias = nyb_load_bits(row.biases, source.dtype, 0);
     return run;
   }
 
   static __device__ __forceinline__ float element(const Source &source, const nyb_run &run,
                                                   float scale, float bias, int i) {
     if (source.bits == 0) return nyb_plain_of(&run, source.dtype, i);
-    return fmaf(nyb_float_from_code(nyb_code_in(&run, source.bits, i)), scale, bias);
+    return fmaf(nyb_code_number(&run, source.bits, i), scale, bias);
   }
 
   static __device__ __forceinline__ void store(const Source &source, const nyb_run &run, Quad *to,
@@ -407,11 +444,11 @@ struct AnyRows {
   }
 };
 
-// Unpacks a slice of rows [first_token, first_token + tokens), and 0 for the rest of the tile.
+// Unpacks a slice of the tile's rows, and 0 for what is missing of TILE tokens.
 template <class Rows, int DIM>
 __device__ __forceinline__ void unpack(const Shared &shared, const Source &source, int slice,
-                                       int first_token, int tokens) {
-  Quad *tile = shared.tile;
+                                       const Tile &tile, int turn) {
+  Quad *quads = shared.tile;
   constexpr int RUNS = Slices<DIM>::RUNS, STEPS = (TILE * RUNS + THREADS - 1) / THREADS;
   constexpr int AT_ONCE = STEPS < Rows::AT_ONCE ? STEPS : Rows::AT_ONCE;
   const int first = slice * Slices<DIM>::WIDTH;
@@ -422,15 +459,52 @@ __device__ __forceinline__ void unpack(const Shared &shared, const Source &sourc
     for (int i = 0; i < AT_ONCE; i++) {
       const int index = (step + i) * THREADS + static_cast<int>(threadIdx.x);
       const int token = index / RUNS, element = first + index % RUNS * RUN;
-      runs[i] = token < tokens && (DIM % Slices<DIM>::WIDTH == 0 || element < DIM)
-                    ? Rows::load(source, row_at(source, shared, first_token, token), element)
-                    : zero_run();
+      runs[i] = zero_run();
+      if (token < tile.tokens && (DIM % Slices<DIM>::WIDTH == 0 || element < DIM)) {
+        const StoredRow row = row_at(source, shared, turn, tile, token);
+        runs[i] = Rows::load(source, Rows::from(source, row, element), element);
+      }
     }
 #pragma unroll
     for (int i = 0; i < AT_ONCE; i++) {
       const int index = (step + i) * THREADS + static_cast<int>(threadIdx.x);
       const int token = index / RUNS;
-      if (token < TILE) Rows::store(source, runs[i], tile + token * TILE_PITCH + index % RUNS, RUNS);
+      if (token < TILE) Rows::store(source, runs[i], quads + token * TILE_PITCH + index % RUNS, RUNS);
+    }
+  }
+}
+
+// The same of a whole tile of rows that follow each other, where each thread keeps to one run of
+// every so many rows and nothing is asked but the loads.
+template <class Rows, int DIM>
+__device__ __forceinline__ void unpack_together(const Shared &shared, const Source &source,
+                                                int slice, const Tile &tile, int turn) {
+  constexpr int RUNS = Slices<DIM>::RUNS, TOKENS = THREADS / RUNS, STEPS = TILE / TOKENS;
+  constexpr int AT_ONCE = STEPS < Rows::AT_ONCE_TOGETHER ? STEPS : Rows::AT_ONCE_TOGETHER;
+  static_assert(STEPS % AT_ONCE == 0, "steps are taken so many at once");
+  const int run = threadIdx.x % RUNS, element = slice * Slices<DIM>::WIDTH + run * RUN;
+  const bool exists = DIM % Slices<DIM>::WIDTH == 0 || element < DIM;
+  const int token = threadIdx.x / RUNS;
+  Quad *quads = shared.tile + token * TILE_PITCH + run;
+  StoredRow row = row_at(source, shared, turn, tile, 0);
+  row.codes += token * source.codes_stride;
+  row.scales += token * source.scales_stride;
+  row.biases += token * source.biases_stride;
+  row = Rows::from(source, row, element);
+#pragma unroll 1
+  for (int step = 0; step < STEPS; step += AT_ONCE) {
+    nyb_run runs[AT_ONCE];
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      runs[i] = exists ? Rows::load(source, row, element) : zero_run();
+      row.codes += TOKENS * source.codes_stride;
+      row.scales += TOKENS * source.scales_stride;
+      row.biases += TOKENS * source.biases_stride;
+    }
+#pragma unroll
+    for (int i = 0; i < AT_ONCE; i++) {
+      Rows::store(source, runs[i], quads, RUNS);
+      quads += TOKENS * TILE_PITCH;
     }
   }
 }
@@ -439,57 +513,119 @@ __device__ __forceinline__ void unpack(const Shared &shared, const Source &sourc
 template <class Rows, int DIM>
 __device__ __forceinline__ void unpack_part(const Shared &shared, const Unit &unit,
                                             const Source &middle, const nyb_attention_rows &first,
-                                            const nyb_attention_rows &last, int part, int slice,
-                                            int first_token, int tokens) {
-  if (!IN_PARTS || part == NYB_DEVICE_PART_MIDDLE) {
-    unpack<Rows, DIM>(shared, middle, slice, first_token, tokens);
+                                            const nyb_attention_rows &last, int slice,
+                                            const Tile &tile, int turn) {
+  constexpr int RUNS = Slices<DIM>::RUNS;
+  if (!IN_PARTS || tile.part == NYB_DEVICE_PART_MIDDLE) {
+    if constexpr (THREADS % RUNS == 0 && TILE * RUNS >= THREADS) {
+      if (is_together(shared, turn, tile)) {
+        unpack_together<Rows, DIM>(shared, middle, slice, tile, turn);
+        return;
+      }
+    }
+    unpack<Rows, DIM>(shared, middle, slice, tile, turn);
   } else if constexpr (IN_PARTS) {
-    const Source source = source_of(part == NYB_DEVICE_PART_FIRST ? first : last, unit);
-    unpack<AnyRows<DIM>, DIM>(shared, source, slice, first_token, tokens);
+    const Source source = source_of(tile.part == NYB_DEVICE_PART_FIRST ? first : last, unit);
+    unpack<AnyRows<DIM>, DIM>(shared, source, slice, tile, turn);
   }
 }
 
 // ---- Looking at a tile ----------------------------------------------------------------------------
 
-// Finds where the tile's tokens stand.
-__device__ __forceinline__ void place_tokens(const nyb_attention_arguments &a, const Unit &unit,
-                                             const Shared &shared, int first_token, int tokens) {
-  const int token = threadIdx.x;
-  if (token >= tokens) return;
-  const nyb_token_place place = nyb_token_place_of(&a, unit.batch, IN_PARTS ? unit.last_begin : 0,
-                                                   first_token + token);
-  shared.block[token] = place.block;
-  shared.slot[token] = place.row;
+// Where the first tile begins of which a row may see a token: `first`, or whole tiles later.
+__device__ __forceinline__ int tile_from(const Unit &unit, const Shared &shared, int first) {
+  if constexpr (!FEATURED) return first;
+  const int keep_end = shared.keep_end[unit.rows - 1], begin = shared.begin[0];
+  if (first < keep_end || first >= begin) return first;
+  return first + (begin - first) / TILE * TILE;
 }
 
-// What a mask adds to the scores that a thread softens: of the rows that its warp takes, of tokens
-// `lane` and TILE / 2 + `lane`.
-struct Look {
-  float added[WARP_ROWS][2];
-};
+// The first tile from `first` on, before `end`.
+__device__ __forceinline__ Tile tile_at(const nyb_attention_arguments &a, const Unit &unit,
+                                        const Shared &shared, int first, int end) {
+  Tile tile = {first, 0, NYB_DEVICE_PART_MIDDLE};
+  while (tile.first < end) {
+    int part_end = end;
+    if constexpr (IN_PARTS) { // tiles are cut where parts meet
+      const int behind = nyb_part_end_of(&a, unit.last_begin, tile.first);
+      part_end = behind < end ? behind : end;
+      tile.part = tile.first >= unit.last_begin ? NYB_DEVICE_PART_LAST
+                  : tile.first < a.first_tokens ? NYB_DEVICE_PART_FIRST
+                                                : NYB_DEVICE_PART_MIDDLE;
+    }
+    tile.first = tile_from(unit, shared, tile.first);
+    if (tile.first < part_end) {
+      tile.tokens = part_end - tile.first < TILE ? part_end - tile.first : TILE;
+      break;
+    }
+    tile.first = part_end;
+  }
+  return tile;
+}
+
+// Finds where the tile's tokens stand.
+__device__ __forceinline__ void place_tokens(const nyb_attention_arguments &a, const Unit &unit,
+                                             const Shared &shared, const Tile &tile, int turn) {
+  const int token = threadIdx.x;
+  if (token >= tile.tokens) return;
+  const nyb_token_place place = nyb_token_place_of(&a, unit.batch, IN_PARTS ? unit.last_begin : 0,
+                                                   tile.first + token);
+  shared.block[turn * TILE + token] = place.block;
+  shared.slot[turn * TILE + token] = place.row;
+}
 
 __device__ __forceinline__ uint32_t *seen_of(const Shared &shared, int turn, int row) {
   return shared.seen + (turn * ROWS + row) * 2;
 }
 
-// Whether the row sees the token at a place of the tile; *added is what the mask adds to its score.
-__device__ __forceinline__ bool sees(const nyb_attention_arguments &a, const Shared &shared,
-                                     const nyb_row_sight &sight, int row, int token, bool in_tile,
-                                     float *added) {
-  *added = 0.0f;
-  if (!in_tile || !nyb_sight_shows(&sight, token)) return false;
-  if (a.mask_kind == 0) return true;
-  const nyb_mask_entry entry =
-      nyb_mask_entry_at(&a, a.mask_array + shared.mask_offset[row], token);
-  *added = entry.added;
-  return entry.shows;
+// What the mask's array says of the tokens of a tile that a thread looks at: `lane` and TILE / 2 +
+// `lane`, for the rows that its warp takes.
+struct Entries {
+  nyb_mask_entry of[WARP_ROWS][2];
+};
+
+template <class Element>
+__device__ __forceinline__ void load_entries_as(const nyb_attention_arguments &a, const Unit &unit,
+                                                const Shared &shared, const Tile &tile,
+                                                Entries &entries) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, last = unit.visible - 1;
+  const int first = tile.first + lane, second = first + TILE / 2;
+  uint32_t bits[WARP_ROWS][2];
+#pragma unroll
+  for (int i = 0; i < WARP_ROWS; i++) {
+    const int row = warp + i * WARPS, rows = unit.rows;
+    const Element *elements = reinterpret_cast<const Element *>(
+        a.mask_array + shared.mask_offset[row < rows ? row : rows - 1]);
+    bits[i][0] = elements[first < last ? first : last];
+    bits[i][1] = elements[second < last ? second : last];
+  }
+#pragma unroll
+  for (int i = 0; i < WARP_ROWS; i++) {
+    entries.of[i][0] = nyb_mask_entry_of(&a, bits[i][0]);
+    entries.of[i][1] = nyb_mask_entry_of(&a, bits[i][1]);
+  }
+}
+
+// All loads are under way together. Rows and tokens that are not there are read as the last ones.
+__device__ __forceinline__ void load_entries(const nyb_attention_arguments &a, const Unit &unit,
+                                             const Shared &shared, const Tile &tile,
+                                             Entries &entries) {
+  if (a.mask_kind == NYB_DEVICE_ARRAY_BOOL) {
+    load_entries_as<unsigned char>(a, unit, shared, tile, entries);
+  } else if (a.mask_dtype == NYB_DEVICE_F32) {
+    load_entries_as<uint32_t>(a, unit, shared, tile, entries);
+  } else {
+    load_entries_as<uint16_t>(a, unit, shared, tile, entries);
+  }
 }
 
 // Leaves the rows' bits in shared memory; absent rows see nothing.
 __device__ __forceinline__ void look_at(const nyb_attention_arguments &a, const Unit &unit,
-                                        const Shared &shared, int turn, int first_token, int tokens,
-                                        Look &look) {
+                                        const Shared &shared, const Tile &tile, int turn) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  Entries entries;
+  if (a.mask_kind != 0) load_entries(a, unit, shared, tile, entries);
+  uint32_t some = 0, all = ~0u;
 #pragma unroll
   for (int i = 0; i < WARP_ROWS; i++) {
     const int row = warp + i * WARPS;
@@ -498,42 +634,74 @@ __device__ __forceinline__ void look_at(const nyb_attention_arguments &a, const 
     if (row < unit.rows) {
       sight = {shared.keep_end[row], shared.begin[row], shared.visible[row]};
     }
-    const bool first = sees(a, shared, sight, row, first_token + lane, lane < tokens,
-                            &look.added[i][0]);
-    const bool second = sees(a, shared, sight, row, first_token + TILE / 2 + lane,
-                             TILE / 2 + lane < tokens, &look.added[i][1]);
-    const uint32_t low = __ballot_sync(~0u, first), high = __ballot_sync(~0u, second);
+    bool sees[2];
+#pragma unroll
+    for (int half = 0; half < 2; half++) {
+      const int token = half * (TILE / 2) + lane;
+      sees[half] = token < tile.tokens && nyb_sight_shows(&sight, tile.first + token);
+      if (a.mask_kind != 0) sees[half] = sees[half] && entries.of[i][half].shows;
+    }
+    const uint32_t low = __ballot_sync(~0u, sees[0]), high = __ballot_sync(~0u, sees[1]);
+    if (row < unit.rows) {
+      some |= low | high;
+      all &= low & high;
+    }
     if (lane == 0) {
       seen_of(shared, turn, row)[0] = low;
       seen_of(shared, turn, row)[1] = high;
     }
   }
+  if (lane == 0) {
+    shared.seen_by_some[turn * WARPS + warp] = some;
+    shared.seen_by_all[turn * WARPS + warp] = all;
+  }
 }
 
-// What all rows together see of the tile.
+// What all rows together see of a tile.
 struct Sight {
-  bool any, all;
+  bool some, all;
 };
 
-__device__ __forceinline__ Sight sight_of(const Unit &unit, const Shared &shared, int turn) {
-  uint32_t any = 0, all = ~0u;
+__device__ __forceinline__ Sight sight_of(const Shared &shared, int turn) {
+  uint32_t some = 0, all = ~0u;
 #pragma unroll
-  for (int row = 0; row < ROWS; row++) {
-    if (row >= unit.rows) break;
-    const uint32_t *words = seen_of(shared, turn, row);
-    any |= words[0] | words[1];
-    all &= words[0] & words[1];
+  for (int warp = 0; warp < WARPS; warp++) {
+    some |= shared.seen_by_some[turn * WARPS + warp];
+    all &= shared.seen_by_all[turn * WARPS + warp];
   }
-  return {any != 0, all == ~0u};
+  return {some != 0, all == ~0u};
+}
+
+// Whether all rows see all of a tile by position alone, so that nobody need look.
+__device__ __forceinline__ bool is_plain(const nyb_attention_arguments &a, const Unit &unit,
+                                         const Shared &shared, const Tile &tile) {
+  const int end = tile.first + TILE;
+  return a.mask_kind == 0 && tile.tokens == TILE && end <= shared.visible[0] &&
+         (tile.first >= shared.begin[unit.rows - 1] || end <= a.window_keep_tokens);
+}
+
+// Finds out what must be known of a tile before it is read; whether it was looked at.
+__device__ __forceinline__ bool prepare(const nyb_attention_arguments &a, const Unit &unit,
+                                        const Shared &shared, const Tile &tile, int turn) {
+  if (tile.tokens == 0) return false;
+  if constexpr (PLACED) place_tokens(a, unit, shared, tile, turn);
+  if (!FEATURED || is_plain(a, unit, shared, tile)) return false;
+  look_at(a, unit, shared, tile, turn);
+  return true;
 }
 
 // Section 2, step 3, of docs/numerics.md.
-__device__ __forceinline__ float biased(const nyb_attention_arguments &a, float score, float slope,
-                                        int position, int token, float added) {
+__device__ __forceinline__ float biased(const nyb_attention_arguments &a, const Shared &shared,
+                                        int row, int token, float score) {
   float s = nyb_round_number(a.round_to, score);
   if (a.softcap != 0.0f) s = nyb_capped_score(&a, NYB_MULTIPLY(s, a.softcap_reciprocal));
-  if (a.slopes != nullptr) s = nyb_sloped_score(&a, s, slope, position, token);
-  if (a.mask_kind == NYB_DEVICE_ARRAY_ADD) s = nyb_masked_score(&a, s, added);
+  if (a.slopes != nullptr) {
+    s = nyb_sloped_score(&a, s, shared.slope[row], shared.position[row], token);
+  }
+  if (a.mask_kind == NYB_DEVICE_ARRAY_ADD) { // read once more: it was not worth a register
+    const char *array = a.mask_array + shared.mask_offset[row];
+    s = nyb_masked_score(&a, s, nyb_mask_entry_at(&a, array, token).added);
+  }
   return s;
 }
 
@@ -612,7 +780,7 @@ __device__ __forceinline__ float weight_of(float score, float maximum, bool visi
 
 __device__ __forceinline__ void softmax(const nyb_attention_arguments &a, Statistics &statistics,
                                         const Shared &shared, int first_token, int turn,
-                                        const Look &look) {
+                                        bool looked) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
 #pragma unroll
   for (int i = 0; i < WARP_ROWS; i++) {
@@ -622,17 +790,18 @@ __device__ __forceinline__ void softmax(const nyb_attention_arguments &a, Statis
     bool sees_first, sees_second;
     float first, second;
     if constexpr (FEATURED) {
-      const uint32_t *words = seen_of(shared, turn, row);
-      const float slope = shared.slope[row];
-      const int position = shared.position[row], token = first_token + lane;
-      sees_first = words[0] >> lane & 1;
-      sees_second = words[1] >> lane & 1;
-      first = sees_first ? biased(a, scores[lane], slope, position, token, look.added[i][0])
-                         : minus_infinity();
-      second = sees_second ? biased(a, scores[lane + TILE / 2], slope, position, token + TILE / 2,
-                                    look.added[i][1])
+      uint32_t low = ~0u, high = ~0u;
+      if (looked) {
+        low = seen_of(shared, turn, row)[0];
+        high = seen_of(shared, turn, row)[1];
+      }
+      const int token = first_token + lane;
+      sees_first = low >> lane & 1;
+      sees_second = high >> lane & 1;
+      first = sees_first ? biased(a, shared, row, token, scores[lane]) : minus_infinity();
+      second = sees_second ? biased(a, shared, row, token + TILE / 2, scores[lane + TILE / 2])
                            : minus_infinity();
-      statistics.seen[i] = statistics.seen[i] || (words[0] | words[1]) != 0;
+      statistics.seen[i] = statistics.seen[i] || (low | high) != 0;
     } else {
       const int seen = shared.visible[row] - first_token;
       sees_first = lane < seen;
@@ -733,12 +902,6 @@ __device__ __forceinline__ void store_sums(const float (&sums)[ROWS], const Shar
   for (int row = 0; row < ROWS; row++) outputs_of(shared, slice)[row * OUTPUT_PITCH] = sums[row];
 }
 
-// Where the first tile begins of which a row may see a token: `first`, or whole tiles later.
-__device__ __forceinline__ int tile_from(const Unit &unit, int first) {
-  if (!FEATURED || first < unit.keep_end || first >= unit.begin) return first;
-  return first + (unit.begin - first) / TILE * TILE;
-}
-
 // Leaves the sums in shared.outputs.
 __device__ __forceinline__ void attend_chunk(const nyb_attention_arguments &a, const Unit &unit,
                                              int begin, const Shared &shared,
@@ -759,63 +922,46 @@ __device__ __forceinline__ void attend_chunk(const nyb_attention_arguments &a, c
     for (int slice = 0; slice < ValueSlices::COUNT; slice++) store_sums(sums, shared, slice);
   }
   const Source keys = source_of(a.k, unit), values = source_of(a.v, unit);
-  int first = begin, turn = 0;
+  // The tile whose weights stand in shared.scores, none at first. While its values are summed the
+  // next one is prepared.
+  Tile tile = {begin, 0, NYB_DEVICE_PART_MIDDLE};
+  Sight sight = {false, false};
+  int turn = 0;
 #pragma unroll 1
-  while (first < end) {
-    int part = NYB_DEVICE_PART_MIDDLE, part_end = end;
-    if constexpr (IN_PARTS) { // tiles are cut where parts meet
-      const int behind = nyb_part_end_of(&a, unit.last_begin, first);
-      part_end = behind < end ? behind : end;
-      part = first >= unit.last_begin ? NYB_DEVICE_PART_LAST
-             : first < a.first_tokens ? NYB_DEVICE_PART_FIRST
-                                      : NYB_DEVICE_PART_MIDDLE;
-    }
-    if constexpr (FEATURED) {
-      const int next = tile_from(unit, first);
-      first = next < part_end ? next : part_end;
-      if (next >= part_end) continue;
-    }
-    const int tokens = part_end - first < TILE ? part_end - first : TILE;
-    Look look;
-    Sight sight = {true, true};
-    if constexpr (LOOKS) {
-      if constexpr (PLACED) place_tokens(a, unit, shared, first, tokens);
-      if constexpr (FEATURED) look_at(a, unit, shared, turn, first, tokens, look);
-      __syncthreads(); // and queries are there, and what stood in the tile has been read
-      if constexpr (FEATURED) sight = sight_of(unit, shared, turn);
-      if (!sight.any) {
-        first += tokens;
-        turn ^= 1;
-        continue;
+  while (true) {
+    const Tile next = tile_at(a, unit, shared, tile.first + tile.tokens, end);
+    const bool looked = prepare(a, unit, shared, next, turn ^ 1);
+    if (sight.some) {
+#pragma unroll 1
+      for (int slice = 0; slice < ValueSlices::COUNT; slice++) {
+        if (slice > 0) __syncthreads();
+        unpack_part<Values, VALUE_DIM>(shared, unit, values, a.first_v, a.last_v, slice, tile, turn);
+        __syncthreads();
+        if (!SUMS_IN_REGISTERS) load_sums(sums, shared, slice);
+        add_slice(sums, shared, tile.first, turn, sight);
+        if (!SUMS_IN_REGISTERS) store_sums(sums, shared, slice);
       }
     }
+    if (next.tokens == 0) break;
+    tile = next;
+    turn ^= 1;
+    // Queries are there, and what was found out about the tile; what stood in it has been read.
+    __syncthreads();
+    sight = looked ? sight_of(shared, turn) : Sight{true, true};
+    if (FEATURED && !sight.some) continue;
     Sums scores;
 #pragma unroll
     for (int i = 0; i < 2 * ROWS; i++) scores.of[i] = 0.0f;
 #pragma unroll 1
     for (int slice = 0; slice < KeySlices::COUNT; slice++) {
-      // Queries are there, and what stood in the tile has been read.
-      if (!LOOKS || slice > 0) __syncthreads();
-      unpack_part<Keys, KEY_DIM>(shared, unit, keys, a.first_k, a.last_k, part, slice, first,
-                                 tokens);
+      if (slice > 0) __syncthreads();
+      unpack_part<Keys, KEY_DIM>(shared, unit, keys, a.first_k, a.last_k, slice, tile, turn);
       __syncthreads();
       add_scores(scores, shared, slice);
     }
     store_scores(scores, shared);
     __syncthreads();
-    softmax(a, statistics, shared, first, turn, look);
-#pragma unroll 1
-    for (int slice = 0; slice < ValueSlices::COUNT; slice++) {
-      if (slice > 0) __syncthreads();
-      unpack_part<Values, VALUE_DIM>(shared, unit, values, a.first_v, a.last_v, part, slice, first,
-                                     tokens);
-      __syncthreads();
-      if (!SUMS_IN_REGISTERS) load_sums(sums, shared, slice);
-      add_slice(sums, shared, first, turn, sight);
-      if (!SUMS_IN_REGISTERS) store_sums(sums, shared, slice);
-    }
-    first += tokens;
-    turn ^= 1;
+    softmax(a, statistics, shared, tile.first, turn, looked);
   }
   if (SUMS_IN_REGISTERS) {
     __syncthreads();
@@ -872,7 +1018,7 @@ __device__ __forceinline__ void fold_statistics(const Shared &shared, int begin,
     } else if (FEATURED) {
       fold = nyb_fold_of_sides(folded.maximum[i], nyb_has_weight(folded.sum[i]), next.maximum[i],
                                nyb_has_weight(next.sum[i]));
-      folded.sum[i] = nyb_fold_sides(folded.sum[i], fold.keep, next.sum[i], fold.add);
+      folded.sum[i] = nyb_fold_values(folded.sum[i], fold.keep, next.sum[i], fold.add);
       folded.seen[i] = folded.seen[i] || next.seen[i];
     } else if (begin >= shared.visible[row]) { // sees nothing of it
       fold = {folded.maximum[i], 1.0f, 0.0f};
@@ -931,7 +1077,7 @@ __device__ __forceinline__ void fold_values(const nyb_attention_arguments &a, co
     if (is_first) {
       value = output_of(shared, row, element);
     } else if (FEATURED) {
-      value = nyb_fold_sides(slot[index], shared.keep[row], output_of(shared, row, element),
+      value = nyb_fold_values(slot[index], shared.keep[row], output_of(shared, row, element),
                              shared.add[row]);
     } else {
       value = slot[index];
@@ -969,23 +1115,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, ROWS == 16 ? 3 : 4)
   extern __shared__ __attribute__((aligned(16))) char memory[];
   const Shared shared = shared_at(memory);
   const int64_t block = blockIdx.x;
-  const int64_t only_chunk = a.split ? block % a.chunks : -1;
-  const int64_t units = a.split ? block / a.chunks + 1 : a.batch * a.kv_heads * blocks_of_rows(a);
+  const int first = a.split ? static_cast<int>(block % a.split) : 0, step = a.split ? a.split : 1;
+  const int64_t units = a.split ? block / a.split + 1 : a.batch * a.kv_heads * blocks_of_rows(a);
 #pragma unroll 1
-  for (int64_t index = a.split ? block / a.chunks : block; index < units; index += gridDim.x) {
+  for (int64_t index = a.split ? block / a.split : block; index < units; index += gridDim.x) {
     const Unit unit = unit_at(a, index);
     const int chunks = chunk_count(unit);
-    if (a.split && only_chunk >= chunks) break;
+    if (a.split && first >= chunks) break;
     __syncthreads(); // the unit before has been finished
     place_rows(a, unit, shared);
     __syncthreads();
     load_queries(a, unit, shared);
     Statistics statistics, folded;
-    const int first = a.split ? static_cast<int>(only_chunk) : 0;
     // Of whole units, one that sees nothing goes through once, over no token.
-    const int end = a.split ? first + 1 : chunks > 0 ? chunks : 1;
+    const int end = a.split || chunks > 0 ? chunks : 1;
 #pragma unroll 1
-    for (int chunk = first; chunk < end; chunk++) {
+    for (int chunk = first; chunk < end; chunk += step) {
       const int begin = chunk_at(unit, chunk) * NYB_GENERAL_CHUNK_TOKENS;
       const bool is_first = chunk == 0, is_last = chunk + 1 == end;
       attend_chunk(a, unit, begin, shared, statistics);

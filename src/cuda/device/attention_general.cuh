@@ -63,19 +63,19 @@ NYB_FUNCTION int nyb_chunk_at(const nyb_chunk_list *list, int index) {
 NYB_FUNCTION int nyb_has_weight(float sum) { return !(sum <= 0.0f); } /* a NaN has, too */
 
 /* The fold where a side may have no weight, for sums as for values: it leaves the other's bits, but
- * for a NaN (of a value that is not finite). keep or add is negative to say so. */
+ * for a NaN (of a value that is not finite). What has no weight is +0 or NaN, and the factor -1
+ * makes a -0 of it, beside which every number stays what it is, zeros of both signs too. */
 NYB_FUNCTION nyb_fold nyb_fold_of_sides(float folded_maximum, int folded_weighs, float next_maximum,
                                         int next_weighs) {
   nyb_fold fold = nyb_fold_of(folded_maximum, next_maximum);
-  if (!folded_weighs) fold.keep = -1.0f;
-  if (!next_weighs) fold.add = -1.0f;
+  if (!next_weighs) {
+    fold.keep = 1.0f;
+    fold.add = -1.0f;
+  } else if (!folded_weighs) {
+    fold.keep = -1.0f;
+    fold.add = 1.0f;
+  }
   return fold;
-}
-
-NYB_FUNCTION float nyb_fold_sides(float folded, float keep, float next, float add) {
-  if (add < 0.0f) return next == 0.0f ? folded : next;
-  if (keep < 0.0f) return folded == 0.0f ? next : folded;
-  return nyb_fold_values(folded, keep, next, add);
 }
 
 /* A row's end: its sink is a token more, without a value. */

@@ -51,11 +51,51 @@ __device__ __forceinline__ float saw(float sum) {
   return nyb_has_weight(sum) ? SAW_WEIGHT : sum < 0.0f ? SAW_NOTHING : SAW_WITHOUT_WEIGHT;
 }
 
+// How a chunk is added to those before it: nyb_fold and the chunk's sum.
+struct Fold {
+  float keep, add, sum, padding;
+} __attribute__((aligned(16)));
+
+// What a thread takes of so many chunks at once, so that all loads are under way together.
+struct Column {
+  float of[THREADS];
+};
+
+constexpr int BURST = 16;
+
+__device__ __forceinline__ void load_column(Column &column, const float *values, int64_t pitch,
+                                            int chunks) {
+#pragma unroll
+  for (int begin = 0; begin < THREADS; begin += BURST) {
+    if (begin >= chunks) break;
+#pragma unroll
+    for (int i = begin; i < begin + BURST; i++) {
+      column.of[i] = i < chunks ? values[i * pitch] : 0.0f;
+    }
+  }
+}
+
+// The column's value and the row's sum, which each thread adds for itself, chunk after chunk.
+__device__ __forceinline__ void fold_column(const Column &column, const Fold *folds, int chunks,
+                                            float &value, float &sum) {
+#pragma unroll
+  for (int begin = 0; begin < THREADS; begin += BURST) {
+    if (begin >= chunks) break;
+#pragma unroll
+    for (int i = begin; i < begin + BURST; i++) {
+      const Fold fold = folds[i];
+      if (i >= chunks) break;
+      value = nyb_fold_values(value, fold.keep, column.of[i], fold.add);
+      sum = nyb_fold_values(sum, fold.keep, fold.sum, fold.add);
+    }
+  }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention_general_merge(const __grid_constant__ nyb_attention_arguments a) {
-  __shared__ float maxima[THREADS], keep[THREADS], add[THREADS], sums[THREADS];
-  __shared__ float scan[WARPS], folded_sum;
+  __shared__ float maxima[THREADS], scan[WARPS];
   __shared__ float seen[THREADS], seen_scan[WARPS]; // FEATURED
+  __shared__ Fold folds[THREADS];
   const int64_t rows = a.heads_per_kv * a.query_len;
   const int64_t row = blockIdx.x, row_in_head = row % rows;
   const int64_t kv_head = row / rows % a.kv_heads, batch = row / rows / a.kv_heads;
@@ -65,67 +105,47 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                                   : (visible + NYB_GENERAL_CHUNK_TOKENS - 1) /
                                         NYB_GENERAL_CHUNK_TOKENS;
   const int64_t column = static_cast<int64_t>(blockIdx.y) * THREADS + threadIdx.x;
-  const float *values = a.memory + row * a.chunks * a.value_dim + column;
+  const float *values = a.memory + row * a.chunks * a.value_dim +
+                        (column < a.value_dim ? column : a.value_dim - 1);
   const float *statistics = a.statistics + row * a.chunks * 2;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 
-  float folded = 0.0f, maximum = FEATURED ? -nyb_float_of(0x7f800000u) : 0.0f;
+  // The first chunk of all stays as it is, beside +0 times -1 (as in nyb_fold_of_sides).
+  float folded = 0.0f, folded_sum = 0.0f, maximum = FEATURED ? -nyb_float_of(0x7f800000u) : 0.0f;
   float saw_until_now = SAW_NOTHING;
+#pragma unroll 1
   for (int64_t first = 0; first < chunks; first += THREADS) {
     const int here = static_cast<int>(chunks - first < THREADS ? chunks - first : THREADS);
     const int i = threadIdx.x;
     const float own = i < here ? statistics[(first + i) * 2] : -nyb_float_of(0x7f800000u);
-    // The first chunk of all is taken as it is.
-    maxima[i] = running_maximum(own, first == 0 ? own : maximum, scan);
     const float own_sum = i < here ? statistics[(first + i) * 2 + 1] : 0.0f;
+    Column next;
+    load_column(next, values + first * a.value_dim, a.value_dim, here);
+    maxima[i] = running_maximum(own, first == 0 ? own : maximum, scan);
     if constexpr (FEATURED) {
       seen[i] = running_maximum(i < here ? saw(own_sum) : SAW_NOTHING, saw_until_now, seen_scan);
     }
     __syncthreads();
     const float before = i > 0 ? maxima[i - 1] : maximum;
+    nyb_fold fold;
     if (FEATURED) {
       const float saw_before = i > 0 ? seen[i - 1] : saw_until_now;
-      const nyb_fold fold =
-          nyb_fold_of_sides(before, saw_before == SAW_WEIGHT, own, nyb_has_weight(own_sum));
-      keep[i] = fold.keep;
-      add[i] = fold.add;
-    } else if (first + i == 0) {
-      keep[i] = 0.0f;
-      add[i] = 1.0f;
+      fold = nyb_fold_of_sides(before, saw_before == SAW_WEIGHT, own, nyb_has_weight(own_sum));
     } else {
-      const nyb_fold fold = nyb_fold_of(before, own);
-      keep[i] = fold.keep;
-      add[i] = fold.add;
+      fold = nyb_fold_of(before, own);
     }
-    sums[i] = FEATURED && own_sum < 0.0f ? 0.0f : own_sum;
+    if (first + i == 0) fold = {own, -1.0f, 1.0f};
+    folds[i] = {fold.keep, fold.add, FEATURED && own_sum < 0.0f ? 0.0f : own_sum, 0.0f};
     maximum = maxima[here - 1];
     if constexpr (FEATURED) saw_until_now = seen[here - 1];
     __syncthreads();
-    if (i == 0) {
-      float sum = first == 0 ? sums[0] : folded_sum;
-      for (int c = first == 0 ? 1 : 0; c < here; c++) {
-        sum = FEATURED ? nyb_fold_sides(sum, keep[c], sums[c], add[c])
-                       : nyb_fold_values(sum, keep[c], sums[c], add[c]);
-      }
-      folded_sum = sum;
-    }
-    if (column < a.value_dim) {
-      int c = 0;
-      if (first == 0) folded = values[c++ * a.value_dim];
-#pragma unroll 8
-      for (; c < here; c++) {
-        const float next = values[(first + c) * a.value_dim];
-        folded = FEATURED ? nyb_fold_sides(folded, keep[c], next, add[c])
-                          : nyb_fold_values(folded, keep[c], next, add[c]);
-      }
-    }
-    __syncthreads();
+    fold_column(next, folds, here, folded, folded_sum);
   }
 
   const int64_t head = kv_head * a.heads_per_kv + row_in_head % a.heads_per_kv;
-  nyb_finish finish = {maximum, chunks > 0 ? folded_sum : 0.0f, 1.0f, visible == 0};
+  nyb_finish finish = {maximum, folded_sum, 1.0f, visible == 0};
   if constexpr (FEATURED) {
     finish = nyb_finish_of(maximum, finish.sum, saw_until_now != SAW_NOTHING,
                            a.sinks != nullptr ? a.sinks + head : nullptr);

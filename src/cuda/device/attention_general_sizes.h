@@ -41,7 +41,8 @@ NYB_SIZE_FUNCTION int nyb_general_tile_pitch(int key_dim, int value_dim) {
 
 /* Bytes of shared memory: the tile, the queries, scores, values (where there are several slices of
  * them; else they share the tile's memory) and what is kept of each row; where the call has
- * features, more of it; where tokens have places, those of a tile. */
+ * features, more of it; where tokens have places, those of two
+ * tiles. */
 NYB_SIZE_FUNCTION int nyb_general_shared_bytes(int key_dim, int value_dim, int rows, int featured,
                                                int placed) {
   return NYB_GENERAL_TILE_TOKENS * nyb_general_tile_pitch(key_dim, value_dim) * 16 +
@@ -50,8 +51,9 @@ NYB_SIZE_FUNCTION int nyb_general_shared_bytes(int key_dim, int value_dim, int r
          (nyb_general_slices(value_dim) == 1
               ? 0
               : rows * nyb_general_slices(value_dim) * nyb_general_slice_width(value_dim) * 4) +
-         rows * (3 * 8 + 5 * 4) + (featured ? rows * (8 + 4 * 4 + 5 * 4) : 0) +
-         (placed ? NYB_GENERAL_TILE_TOKENS * 2 * 4 : 0);
+         rows * (3 * 8 + 5 * 4) +
+         (featured ? rows * (8 + 4 * 4 + 5 * 4) + 4 * NYB_GENERAL_THREADS / 32 * 4 : 0) +
+         (placed ? 2 * NYB_GENERAL_TILE_TOKENS * 2 * 4 : 0);
 }
 
 #endif

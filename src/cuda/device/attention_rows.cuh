@@ -61,16 +61,23 @@ NYB_FUNCTION float nyb_widen(int dtype, uint32_t bits) {
   return dtype == NYB_DEVICE_F32 ? nyb_float_of(bits) : nyb_number_from(dtype, bits);
 }
 
-/* A second word is read only where codes of the run lie in it, so never past the row. */
-NYB_FUNCTION void nyb_load_codes(nyb_run *run, const char *codes, int bits, int64_t first) {
-  const int64_t bit = first * bits;
-  const uint32_t *words = (const uint32_t *)(const void *)codes + bit / 32;
-  const int shift = (int)(bit % 32);
+/* The run begins at bit `shift` of the first word. A second word is read only where codes of the
+ * run lie in it, so never past the row. */
+NYB_FUNCTION void nyb_load_codes_at(nyb_run *run, const char *codes, int bits, int shift) {
+  const uint32_t *words = (const uint32_t *)(const void *)codes;
   uint64_t stream = words[0];
   if (shift + NYB_LANE_ELEMENTS * bits > 32) stream |= (uint64_t)words[1] << 32;
   stream >>= shift;
   run->words[0] = (uint32_t)stream;
   run->words[1] = (uint32_t)(stream >> 32);
+}
+
+/* Bytes from a row's codes to the word in which those of element `first` begin, and the bit there. */
+NYB_FUNCTION int64_t nyb_code_offset(int bits, int64_t first) { return first * bits / 32 * 4; }
+NYB_FUNCTION int nyb_code_shift(int bits, int64_t first) { return (int)(first * bits % 32); }
+
+NYB_FUNCTION void nyb_load_codes(nyb_run *run, const char *codes, int bits, int64_t first) {
+  nyb_load_codes_at(run, codes + nyb_code_offset(bits, first), bits, nyb_code_shift(bits, first));
 }
 
 /* Elements [first, first + count) of a plain row; beyond count the run is 0. */
@@ -121,9 +128,29 @@ NYB_FUNCTION uint32_t nyb_code_in(const nyb_run *run, int bits, int i) {
   return word & mask;
 }
 
-/* A small integer as a float, without the slow conversion. */
+/* A small integer as a float, without the slow conversion: as the last bits of 2^23. */
+#define NYB_CODE_EXPONENT 0x4b000000u
 NYB_FUNCTION float nyb_float_from_code(uint32_t code) {
-  return NYB_SUBTRACT(nyb_float_of(0x4b000000u | code), 8388608.0f);
+  return NYB_SUBTRACT(nyb_float_of(NYB_CODE_EXPONENT | code), 8388608.0f);
+}
+
+NYB_FUNCTION float nyb_code_number(const nyb_run *run, int bits, int i) {
+#if defined(__CUDACC__)
+  uint32_t number;
+  if (bits == 8) {
+    number = __byte_perm(run->words[i / 4], NYB_CODE_EXPONENT, 0x7540u | (i % 4));
+  } else {
+    const int bit = i * bits;
+    uint32_t word = bit >= 32 ? run->words[1] >> (bit - 32) : run->words[0] >> bit;
+    if (bit < 32 && bit + bits > 32) word |= run->words[1] << (32 - bit);
+    asm("lop3.b32 %0, %1, %2, %3, 0xea;" /* (a & b) | c, which is not found where both are constants */
+        : "=r"(number)
+        : "r"(word), "r"((1u << bits) - 1u), "r"(NYB_CODE_EXPONENT));
+  }
+  return NYB_SUBTRACT(nyb_float_of(number), 8388608.0f);
+#else
+  return nyb_float_from_code(nyb_code_in(run, bits, i));
+#endif
 }
 
 NYB_FUNCTION float nyb_plain_of(const nyb_run *run, int dtype, int i) {

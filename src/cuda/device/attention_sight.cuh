@@ -76,17 +76,24 @@ typedef struct nyb_mask_entry {
   float added;
 } nyb_mask_entry;
 
-NYB_FUNCTION nyb_mask_entry nyb_mask_entry_at(const nyb_attention_arguments *a, const char *row,
-                                              int64_t token) {
+/* bits: the array's element, widened by zeros. */
+NYB_FUNCTION nyb_mask_entry nyb_mask_entry_of(const nyb_attention_arguments *a, uint32_t bits) {
   nyb_mask_entry entry;
-  entry.added = 0.0f;
   if (a->mask_kind == NYB_DEVICE_ARRAY_BOOL) {
-    entry.shows = row[token] != 0;
+    entry.added = 0.0f;
+    entry.shows = bits != 0;
     return entry;
   }
-  entry.added = nyb_load_element(row, a->mask_dtype, token);
+  entry.added = nyb_widen(a->mask_dtype, bits);
   entry.shows = nyb_bits_of(entry.added) != 0xff800000u;
   return entry;
+}
+
+NYB_FUNCTION nyb_mask_entry nyb_mask_entry_at(const nyb_attention_arguments *a, const char *row,
+                                              int64_t token) {
+  return nyb_mask_entry_of(a, a->mask_kind == NYB_DEVICE_ARRAY_BOOL
+                                  ? (uint32_t)(unsigned char)row[token]
+                                  : nyb_load_bits(row, a->mask_dtype, token));
 }
 
 /* ---- Scores --------------------------------------------------------------------------------- */
