@@ -3,7 +3,8 @@
 #include "attention.h"
 #include "device/attention_decode_arguments.h"
 
-enum { MAX_DIM = 256, MAX_ROWS = 128, WARPS = 4 };
+/* The sums of more groups would not fit the registers. */
+enum { MAX_DIM = 576, MAX_GROUPS = 20, MAX_ROWS = 128, THREADS = (NYB_DECODE_WARPS + 1) * 32 };
 
 /* ---- How a call is cut ------------------------------------------------------------------------
  */
@@ -14,17 +15,25 @@ typedef struct cut {
   int32_t row_room;  /* columns that may be in use */
   int64_t row_tiles; /* of `columns` rows */
   int64_t pairs;     /* sequences x KV heads x row tiles */
-  int64_t blocks;    /* of tokens, of a sequence as long as the capacity */
+  int64_t leaves;    /* of a sequence as long as the capacity */
 } cut;
 
+/* Of a token, K and V. */
+static int64_t groups_of(const nyb_attention *a) {
+  return a->key_dim / a->k.format.group_size + a->value_dim / a->v.format.group_size;
+}
+
 static cut cut_of_rows(const nyb_attention *a, int64_t rows) {
-  /* Sixteen rows of wide heads would not fit the registers. */
-  const bool wide = a->key_dim > 128 || a->value_dim > 128;
-  cut c = {.rows = rows, .columns = rows <= 8 || wide ? 8 : 16, .row_room = 1};
+  /* Sixteen rows and the sums of many groups or elements would not fit the registers. */
+  const bool narrow = a->k.format.group_size == 32 || a->v.format.group_size == 32;
+  const bool few =
+      rows <= 8 || groups_of(a) > (narrow ? 6 : 8) || a->key_dim > 256 || a->value_dim > 256;
+  cut c = {.rows = rows, .columns = few ? 8 : 16, .row_room = 1};
   while (c.row_room < c.columns && c.row_room < rows) c.row_room *= 2;
   c.row_tiles = (rows + c.columns - 1) / c.columns;
   c.pairs = a->batch * a->kv_heads * c.row_tiles;
-  c.blocks = (a->capacity_tokens + NYB_DECODE_BLOCK_TOKENS - 1) / NYB_DECODE_BLOCK_TOKENS;
+  const int64_t leaf = NYB_DECODE_LEAF_TOKENS(a->key_dim, a->value_dim);
+  c.leaves = (a->capacity_tokens + leaf - 1) / leaf;
   return c;
 }
 
@@ -34,11 +43,11 @@ static cut cut_of(const nyb_attention_call *call) {
 
 /* The workspace: statistics first, as the larger part may be large. */
 static int64_t statistics_floats(const cut *c) {
-  return (c->pairs * c->blocks * NYB_DECODE_STATISTICS(c->columns) + 15) / 16 * 16;
+  return (c->pairs * c->leaves * NYB_DECODE_STATISTICS(c->columns) + 15) / 16 * 16;
 }
 
 static int64_t partial_floats(const cut *c, int64_t value_dim) {
-  return c->pairs * c->blocks * c->columns * value_dim;
+  return c->pairs * c->leaves * c->columns * value_dim;
 }
 
 /* ---- Which calls ------------------------------------------------------------------------------
@@ -47,32 +56,47 @@ static int64_t partial_floats(const cut *c, int64_t value_dim) {
 static bool is_16_bit(nyb_dtype dtype) { return dtype == NYB_F16 || dtype == NYB_BF16; }
 
 static int32_t tile_tokens(const nyb_attention *a) {
-  return NYB_DECODE_TILE(a->key_dim * a->k.format.bits / 8, a->value_dim * a->v.format.bits / 8);
+  return NYB_DECODE_TILE(a->key_dim, a->value_dim, a->key_dim * a->k.format.bits / 8,
+                         a->value_dim * a->v.format.bits / 8);
 }
 
-static int64_t shared_bytes(const nyb_attention *a, const cut *c) {
-  return NYB_DECODE_SHARED_BYTES(a->key_dim, a->value_dim, a->k.format.bits, a->v.format.bits,
-                                 a->k.format.group_size, a->v.format.group_size,
-                                 (int64_t)nyb_dtype_bytes(a->k.format.dtype),
-                                 (int64_t)nyb_dtype_bytes(a->v.format.dtype), tile_tokens(a),
-                                 NYB_DECODE_STAGES, c->columns, c->row_room);
+static int64_t shared_bytes(const nyb_attention *a, const cut *c, int32_t stages) {
+  return NYB_DECODE_SHARED_BYTES(
+      a->key_dim, a->value_dim, a->k.format.bits, a->v.format.bits, a->k.format.group_size,
+      a->v.format.group_size, (int64_t)nyb_dtype_bytes(a->k.format.dtype),
+      (int64_t)nyb_dtype_bytes(a->v.format.dtype), tile_tokens(a), stages, c->columns, c->row_room);
+}
+
+/* As many as fit beside each other in the blocks of threads that a multiprocessor shall hold: few,
+ * where there is little to do. */
+static int32_t stages(const nyb_attention *a, const cut *c, const nyb_cuda_properties *properties) {
+  int64_t blocks = NYB_DECODE_MIN_BLOCKS(
+      a->key_dim, a->value_dim, a->key_dim * a->k.format.bits / 8,
+      a->value_dim * a->v.format.bits / 8, groups_of(a), c->columns, c->row_room);
+  const int64_t units = c->pairs * c->leaves;
+  while (blocks > 1 && (blocks - 1) * properties->multiprocessors >= units) blocks--;
+  const int64_t reserved = 1024; /* by the driver, of each block */
+  const int64_t budget = properties->shared_bytes_per_multiprocessor / blocks - reserved;
+  int32_t most = NYB_DECODE_MAX_STAGES;
+  while (most > 2 && shared_bytes(a, c, most) > budget) most--;
+  return most;
 }
 
 static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
   const nyb_attention *a = call->attention;
   if (a->k.format.scheme != NYB_AFFINE || a->v.format.scheme != NYB_AFFINE ||
-      a->key_dim > MAX_DIM || a->value_dim > MAX_DIM || !is_16_bit(a->q.dtype) ||
-      !is_16_bit(a->out.dtype) || call->heads_per_kv > MAX_ROWS) {
+      a->key_dim > MAX_DIM || a->value_dim > MAX_DIM || groups_of(a) > MAX_GROUPS ||
+      !is_16_bit(a->q.dtype) || !is_16_bit(a->out.dtype) || call->heads_per_kv > MAX_ROWS) {
     return false;
   }
   const cut most = cut_of_rows(a, MAX_ROWS);
-  return shared_bytes(a, &most) <= properties->shared_bytes_per_block;
+  return shared_bytes(a, &most, 2) <= properties->shared_bytes_per_block;
 }
 
 static bool suits(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
   (void)properties;
   const cut c = cut_of(call);
-  return c.rows <= MAX_ROWS && (c.blocks == 0 || c.pairs < INT32_MAX / c.blocks);
+  return c.rows <= MAX_ROWS && (c.leaves == 0 || c.pairs < INT32_MAX / c.leaves);
 }
 
 static int64_t workspace_bytes(const nyb_attention_call *call,
@@ -81,7 +105,7 @@ static int64_t workspace_bytes(const nyb_attention_call *call,
   const nyb_attention *a = call->attention;
   const int64_t rows = call->heads_per_kv * a->query_len;
   cut c = cut_of_rows(a, rows < MAX_ROWS ? rows : MAX_ROWS);
-  const int64_t most_pairs = c.blocks == 0 ? c.pairs : INT32_MAX / c.blocks;
+  const int64_t most_pairs = c.leaves == 0 ? c.pairs : INT32_MAX / c.leaves;
   if (c.pairs > most_pairs) c.pairs = most_pairs;
   return (statistics_floats(&c) + partial_floats(&c, a->value_dim)) * (int64_t)sizeof(float);
 }
@@ -114,14 +138,27 @@ static bool is_aligned_query(const nyb_attention *a) {
          (a->query_len == 1 || a->q.stride[2] % 8 == 0);
 }
 
+/* Lanes of the merge that share the elements of a row. */
+static int32_t merge_groups(const cut *c) {
+  const int32_t most = NYB_MERGE_WARP_GROUPS * NYB_MERGE_MAX_WARPS;
+  int32_t groups = 1;
+  while (groups < most && groups * NYB_MERGE_GROUP < c->leaves) groups *= 2;
+  return groups;
+}
+
+static int32_t merge_threads(const cut *c) {
+  const int32_t warps = merge_groups(c) / NYB_MERGE_WARP_GROUPS;
+  return (warps > 2 ? warps : 2) * 32;
+}
+
 static int programs(const nyb_attention_call *call, const nyb_cuda_properties *properties,
                     nyb_cuda_attention_program programs[NYB_CUDA_ATTENTION_MAX_PROGRAMS]) {
-  (void)properties;
   const nyb_attention *a = call->attention;
   const cut c = cut_of(call);
   programs[0].spec.program = &nyb_cuda_program_attention_decode;
-  programs[0].threads = WARPS * 32;
-  programs[0].dynamic_shared_bytes = (int32_t)shared_bytes(a, &c);
+  programs[0].threads = THREADS;
+  const int32_t own_stages = stages(a, &c, properties);
+  programs[0].dynamic_shared_bytes = (int32_t)shared_bytes(a, &c, own_stages);
   int32_t *values = programs[0].spec.values;
 #define NYB_SET(macro, value) values[NYB_CUDA_PARAMETER(attention_decode, macro)] = (int32_t)(value)
   NYB_SET(KEY_DIM, a->key_dim);
@@ -138,9 +175,10 @@ static int programs(const nyb_attention_call *call, const nyb_cuda_properties *p
   NYB_SET(ROUND_SCORES, a->rounding == NYB_ROUNDING_MLX);
   NYB_SET(PACKED, is_packed(a, &a->k, a->key_dim) && is_packed(a, &a->v, a->value_dim) &&
                       is_aligned_query(a));
+  NYB_SET(STAGES, own_stages);
 #undef NYB_SET
   programs[1].spec.program = &nyb_cuda_program_attention_merge;
-  programs[1].threads = NYB_MERGE_THREADS;
+  programs[1].threads = merge_threads(&c);
   programs[1].spec.values[NYB_CUDA_PARAMETER(attention_merge, VALUE_DIM)] = (int32_t)a->value_dim;
   programs[1].spec.values[NYB_CUDA_PARAMETER(attention_merge, COLUMNS)] = c.columns;
   return 2;
@@ -168,7 +206,7 @@ static nyb_decode_arguments arguments_of(const nyb_attention_call *call, const c
       .lengths = a->lengths,
       .statistics = workspace,
       .capacity_tokens = a->capacity_tokens,
-      .capacity_blocks = c->blocks,
+      .capacity_leaves = c->leaves,
       .batch = (int)a->batch,
       .kv_heads = (int)a->kv_heads,
       .heads_per_kv = (int)call->heads_per_kv,
@@ -177,17 +215,25 @@ static nyb_decode_arguments arguments_of(const nyb_attention_call *call, const c
       .causal = a->mask == NYB_MASK_CAUSAL,
       .scale = a->scale,
       .out_type = (int)a->out.dtype,
-      .merge_groups = 1,
+      .merge_groups = merge_groups(c),
+      .leaf_tokens = NYB_DECODE_LEAF_TOKENS(a->key_dim, a->value_dim),
+      .levels = NYB_DECODE_LEVELS(a->value_dim, c->row_room),
   };
   arguments.partials = arguments.statistics + statistics_floats(c);
   nyb_cuda_byte_strides(a->q.stride, 2, arguments.q_stride);
   nyb_cuda_byte_strides(a->out.stride, 2, arguments.out_stride);
   nyb_cuda_byte_strides(a->lse.stride, (int64_t)sizeof(float), arguments.lse_stride);
-  while (arguments.merge_groups < 32 &&
-         arguments.merge_groups * (1 << NYB_DECODE_LEVELS) < c->blocks) {
-    arguments.merge_groups *= 2;
-  }
   return arguments;
+}
+
+/* As many blocks of threads as fit at once deal with all there is; where each has a multiprocessor
+ * of its own, all with as much. */
+static int64_t decode_blocks(const cut *c, int64_t multiprocessors, int64_t blocks_of_each) {
+  const int64_t units = c->pairs * c->leaves, resident = multiprocessors * blocks_of_each;
+  if (units <= resident) return units > 0 ? units : 1;
+  if (blocks_of_each > 1) return resident;
+  const int64_t share = (units + resident - 1) / resident;
+  return (units + share - 1) / share;
 }
 
 static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
@@ -196,16 +242,14 @@ static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
   const nyb_attention *a = call->attention;
   const cut c = cut_of(call);
   nyb_decode_arguments arguments = arguments_of(call, &c, workspace);
-  /* As many blocks of threads as fit at once deal with all there is. */
-  const int64_t resident =
-      (int64_t)scope->properties->multiprocessors * kernels[0]->blocks_per_multiprocessor;
-  const int64_t units = c.pairs * c.blocks;
-  const int64_t grid[3] = {units < resident ? (units > 0 ? units : 1) : resident, 1, 1};
+  arguments.blocks = (int)decode_blocks(&c, scope->properties->multiprocessors,
+                                        kernels[0]->blocks_per_multiprocessor);
+  const int64_t grid[3] = {arguments.blocks, 1, 1};
   const nyb_status status = nyb_cuda_launch(scope, kernels[0], grid, &arguments, stream, false);
   if (status != NYB_OK) return status;
-  const int64_t items = NYB_MERGE_THREADS / arguments.merge_groups;
-  const int64_t quads = a->batch * a->kv_heads * c.rows * (a->value_dim / 4);
-  const int64_t merge_grid[3] = {(quads + items - 1) / items, 1, 1};
+  const int64_t items = merge_threads(&c) / arguments.merge_groups;
+  const int64_t parts = a->batch * a->kv_heads * c.rows * (a->value_dim / NYB_MERGE_ELEMENTS);
+  const int64_t merge_grid[3] = {(parts + items - 1) / items, 1, 1};
   return nyb_cuda_launch(scope, kernels[1], merge_grid, &arguments, stream, true);
 }
 

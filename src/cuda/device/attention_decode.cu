@@ -6,71 +6,110 @@
 // subnormal f16 number, code * 2^(position - 24), exactly; queries carry the other power of two.
 // Scales and biases come after the product, once for each token and group.
 //
-// The tokens of a sequence are cut into blocks of 4 leaves of LEAF_TOKENS tokens, a leaf a warp. A
-// leaf is summed in order; leaves and blocks are added along a fixed binary tree over token
-// positions. Maxima are whole numbers of log2 units, so that all rescaling is by powers of two and
-// exact: where the tree is cut between blocks of threads changes no bit. Blocks are dealt out in
-// equal contiguous runs over the whole grid, and each warp keeps its ring of copies full across
-// them.
+// A block's last warp copies. The other four share steps of 4 * TILE tokens: each scores a quarter of
+// the tokens and leaves their weights, times V's scales, in shared memory; then, while the next step
+// is scored, each sums a part of the output's elements over all of the step's tokens, so that few
+// sums are held in registers and none is added between warps. A leaf of tokens is summed in order;
+// leaves are added along a fixed binary tree over token positions. Maxima are whole numbers of log2
+// units, so that all rescaling is by powers of two and exact: where the tree is cut between blocks of
+// threads changes no bit. Leaves are dealt out in equal contiguous runs over the whole grid, and
+// copies are kept ahead across them.
 //
 // Parameters of a specialisation (-D): KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
 // VALUE_GROUP, QUERY_TYPE (of q: F16 or BF16), KEY_SCALE_TYPE, VALUE_SCALE_TYPE (dtypes), COLUMNS
-// (query rows at once, 8 or 16), ROWS (of them, those that may be in use), ROUND_SCORES (NYB_ROUNDING_MLX), PACKED (1: tokens of a head are
-// contiguous and start at multiples of 16 bytes; 0: any strides).
+// (query rows at once, 8 or 16), ROWS (of them, those that may be in use), ROUND_SCORES
+// (NYB_ROUNDING_MLX), PACKED (1: tokens of a head are contiguous and start at multiples of 16 bytes;
+// 0: any strides), STAGES (steps of tokens that are in shared memory or on their way).
 #include "attention_decode.cuh"
 
 #if !defined(KEY_DIM) || !defined(VALUE_DIM) || !defined(KEY_BITS) || !defined(VALUE_BITS) || \
     !defined(KEY_GROUP) || !defined(VALUE_GROUP) || !defined(QUERY_TYPE) ||                   \
     !defined(KEY_SCALE_TYPE) || !defined(VALUE_SCALE_TYPE) || !defined(COLUMNS) ||            \
-    !defined(ROWS) || !defined(ROUND_SCORES) || !defined(PACKED)
+    !defined(ROWS) || !defined(ROUND_SCORES) || !defined(PACKED) || !defined(STAGES)
 #error "a parameter of attention_decode is missing"
 #endif
 
-constexpr int WARPS = 4, LEAF_TOKENS = 128, BLOCK_TOKENS = NYB_DECODE_BLOCK_TOKENS;
-static_assert(WARPS * LEAF_TOKENS == BLOCK_TOKENS);
+constexpr int WARPS = NYB_DECODE_WARPS;
 constexpr int KEY_ROW = KEY_DIM * KEY_BITS / 8, VALUE_ROW = VALUE_DIM * VALUE_BITS / 8;
 constexpr int KEY_GROUPS = KEY_DIM / KEY_GROUP, VALUE_GROUPS = VALUE_DIM / VALUE_GROUP;
 constexpr int N_TILES = COLUMNS / 8;
 #ifndef TILE_TOKENS
-#define TILE_TOKENS NYB_DECODE_TILE(KEY_ROW, VALUE_ROW)
+#define TILE_TOKENS NYB_DECODE_TILE(KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW)
 #endif
-#ifndef STAGES
-#define STAGES NYB_DECODE_STAGES
+#ifndef LEAF_TOKENS
+#define LEAF_TOKENS NYB_DECODE_LEAF_TOKENS(KEY_DIM, VALUE_DIM)
 #endif
 #ifndef MIN_BLOCKS
-#define MIN_BLOCKS \
-  NYB_DECODE_MIN_BLOCKS(KEY_DIM, VALUE_DIM, KEY_GROUPS, VALUE_GROUPS, COLUMNS)
+#define MIN_BLOCKS                                                                              \
+  NYB_DECODE_MIN_BLOCKS(KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW, KEY_GROUPS + VALUE_GROUPS, COLUMNS, \
+                        ROWS)
 #endif
+// Of a warp; a step of the block is four of them.
 constexpr int TILE = TILE_TOKENS, HALVES = TILE / 16;
+constexpr int STEP = WARPS * TILE, LEAF = LEAF_TOKENS, LEAF_STEPS = LEAF / STEP;
+static_assert(LEAF % STEP == 0);
 // A lane's rows of the products, lane/4 and lane/4 + 8 of each half, are neighbouring tokens.
 constexpr int LANE_TOKENS = TILE / 8;
+static_assert(STAGES >= 2 && STAGES <= NYB_DECODE_MAX_STAGES);
+
+// Scores are the sum of PARTS parts of head_dim, and what is summed over a lane's tokens that of as
+// many sets of them, however many query rows there are: a row's bits do not depend on its neighbours.
+// Few query rows leave columns of the scores' products free. They take the other part of head_dim
+// then: column j of USED belongs to the first part, j + USED to the next, and each lane scales its
+// part alone. The lanes of a row's parts then add them up, each for KEPT of their LANE_TOKENS tokens.
+constexpr int PARTS = KEY_DIM / 16 % 2 == 0 && (KEY_GROUPS == 1 || KEY_GROUPS % 2 == 0) ? 2 : 1;
+constexpr int SPLIT = COLUMNS == 8 && ROWS <= 4 ? PARTS : 1, USED = COLUMNS / SPLIT;
+constexpr int KEPT = LANE_TOKENS / SPLIT;
+constexpr int PART_GROUPS = KEY_GROUPS > PARTS ? KEY_GROUPS / PARTS : 1; // of a part
+// What a lane has of them: parts, groups, sets of tokens.
+constexpr int LANE_PARTS = PARTS / SPLIT, SETS = PARTS / SPLIT, SET_TOKENS = KEPT / SETS;
+constexpr int LANE_GROUPS = SPLIT == PARTS ? PART_GROUPS : KEY_GROUPS;
+constexpr int LANE_SUMS = LANE_PARTS * PART_GROUPS;
+constexpr bool HOLD_SUMS = LANE_SUMS * N_TILES <= 4;
+__device__ __forceinline__ int lane_part() { return SPLIT == 1 ? 0 : (threadIdx.x & 3) * SPLIT / 4; }
+// Adds or compares over the lanes that share columns: their tokens differ.
+constexpr int NEXT_ROW = SPLIT == 1 ? 4 : 2;
+constexpr int LEVELS = NYB_DECODE_LEVELS(VALUE_DIM, ROWS);
 
 __host__ __device__ constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// A stage of a warp's ring, in bytes.
+// A warp's part of a stage of copies, in bytes: all of its own tokens.
 constexpr int KEY_SCALE_BYTES = round_up(TILE * KEY_GROUPS * bytes_of(KEY_SCALE_TYPE), 16);
 constexpr int VALUE_SCALE_BYTES = round_up(TILE * VALUE_GROUPS * bytes_of(VALUE_SCALE_TYPE), 16);
 constexpr int VALUES_AT = round_up(TILE * KEY_ROW, 16);
 constexpr int KEY_SCALES_AT = VALUES_AT + round_up(TILE * VALUE_ROW, 16);
 constexpr int KEY_BIASES_AT = KEY_SCALES_AT + KEY_SCALE_BYTES;
-constexpr int VALUE_SCALES_AT = KEY_BIASES_AT + KEY_SCALE_BYTES;
-constexpr int VALUE_BIASES_AT = VALUE_SCALES_AT + VALUE_SCALE_BYTES;
-constexpr int STAGE_BYTES = VALUE_BIASES_AT + VALUE_SCALE_BYTES;
-// Behind the rings: what the warps hand each other at the end of a block of tokens.
-constexpr int EXCHANGE_ROW = VALUE_DIM + 4; // floats; the 4 keep rows on different banks
-constexpr int STATISTICS_AT = round_up(WARPS * STAGES * STAGE_BYTES + 16, 16);
-// The query rows as the products' N side, for each warp.
+constexpr int OWN_BYTES = KEY_BIASES_AT + KEY_SCALE_BYTES;
+constexpr int STAGE_BYTES = WARPS * OWN_BYTES;
+// V's scales and biases are needed before its codes, and as long: they come with the keys, and have
+// a stage more. Of a warp: scales, then biases.
+constexpr int OWN_VALUE_SCALE_BYTES = 2 * VALUE_SCALE_BYTES;
+constexpr int SCALE_STAGES = STAGES + 1, SCALE_STAGE_BYTES = WARPS * OWN_VALUE_SCALE_BYTES;
+constexpr int VALUE_SCALES_AT = STAGES * STAGE_BYTES;
+// Behind them: the query rows as the products' N side.
+constexpr int QUERIES_AT = VALUE_SCALES_AT + SCALE_STAGES * SCALE_STAGE_BYTES;
 constexpr int QUERY_BYTES = NYB_DECODE_QUERY_BYTES(KEY_DIM, COLUMNS);
-constexpr int QUERIES_AT = STATISTICS_AT + 2 * WARPS * COLUMNS * 4;
-constexpr int EXCHANGE_AT = QUERIES_AT + WARPS * QUERY_BYTES;
-// Then a row of each warp's, and of each subtree that waits.
-constexpr int WAITING_AT = EXCHANGE_AT + WARPS * ROWS * EXCHANGE_ROW * 4;
-static_assert(WAITING_AT + NYB_DECODE_LEVELS * ROWS * EXCHANGE_ROW * 4 ==
-              NYB_DECODE_SHARED_BYTES(KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
-                                      VALUE_GROUP, bytes_of(KEY_SCALE_TYPE),
-                                      bytes_of(VALUE_SCALE_TYPE), TILE, STAGES, COLUMNS, ROWS));
+// Two steps' weights times V's scales, f16: for each group and column a row of tokens. Rows of
+// neighbouring columns start 4 banks apart.
+constexpr int WEIGHT_ROWS = COLUMNS; // the first USED of them in use
+constexpr int WEIGHT_ROW_BYTES = STEP * 2 + 16;
+constexpr int QUERY_SUMS_AT = QUERIES_AT + QUERY_BYTES; // where they are too many to be held
+constexpr int QUERY_SUMS_BYTES = NYB_DECODE_QUERY_SUMS_BYTES(KEY_DIM, KEY_GROUP, COLUMNS);
+constexpr int VISIBLE_AT = QUERY_SUMS_AT + QUERY_SUMS_BYTES; // how many tokens each row sees
+constexpr int WEIGHTS_AT = VISIBLE_AT + COLUMNS * 4;
+constexpr int WEIGHT_GROUP_BYTES = WEIGHT_ROWS * WEIGHT_ROW_BYTES;
+constexpr int WEIGHT_STEP_BYTES = VALUE_GROUPS * WEIGHT_GROUP_BYTES; // one step's; there are two
+// What warps tell each other: maxima and exponents where they are raised, sums at a leaf's end.
+// Before there are weights: the query rows' maxima and sums.
+constexpr int QUERY_SCRATCH_AT = WEIGHTS_AT;
+constexpr int RAISED_AT =
+    WEIGHTS_AT + NYB_DECODE_WEIGHT_BYTES(KEY_DIM, VALUE_GROUPS, TILE, COLUMNS);
+constexpr int RAISED_WORDS = COLUMNS + VALUE_GROUPS;
+constexpr int SUMS_AT = RAISED_AT + round_up(WARPS * RAISED_WORDS * 4, 16);
+constexpr int SUMS_WORDS = (VALUE_GROUPS + 1) * COLUMNS;
+constexpr int EXCHANGE_AT = SUMS_AT + WARPS * SUMS_WORDS * 4;
 
 // ---- Instructions ------------------------------------------------------------------------------
 
@@ -121,6 +160,69 @@ __device__ __forceinline__ void load_transposed_2(uint32 *words, uint32 address)
                : "=r"(words[0]), "=r"(words[1])
                : "r"(address));
 }
+// Four 8x8 matrices, each to the 8 rows of 16 bytes that a quarter of the lanes names, transposed.
+__device__ __forceinline__ void store_transposed_4(uint32 address, const uint32 *words) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+               : "memory");
+#else
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < 4; i++) {
+    const uint32 row = __shfl_sync(~0u, address, i * 8 + lane / 4);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(transpose_8x8(words[i]))
+                 : "memory");
+  }
+#endif
+}
+__device__ __forceinline__ void store_transposed_2(uint32 address, const uint32 *words) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(address),
+               "r"(words[0]), "r"(words[1])
+               : "memory");
+#else
+  const int lane = threadIdx.x & 31;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    const uint32 row = __shfl_sync(~0u, address, i * 8 + lane / 4);
+    asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(transpose_8x8(words[i]))
+                 : "memory");
+  }
+#endif
+}
+__device__ __forceinline__ void store_float_shared(uint32 address, float value) {
+  asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+}
+__device__ __forceinline__ float load_float_shared(uint32 address) {
+  float value;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(value) : "r"(address));
+  return value;
+}
+__device__ __forceinline__ void store_floats_4(uint32 address, const float *values) {
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(values[0]), "f"(values[1]),
+               "f"(values[2]), "f"(values[3])
+               : "memory");
+}
+__device__ __forceinline__ void load_floats_4(float *values, uint32 address) {
+  asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void store_transposed_1(uint32 address, const uint32 *words) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address),
+               "r"(words[0])
+               : "memory");
+#else
+  const int lane = threadIdx.x & 31;
+  const uint32 row = __shfl_sync(~0u, address, lane / 4);
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(transpose_8x8(words[0]))
+               : "memory");
+#endif
+}
+// Keeps the compiler from working a value out again and again, instead of holding it.
+__device__ __forceinline__ void hold(uint32 &value) { asm volatile("" : "+r"(value)); }
 __device__ __forceinline__ uint32 load_word(uint32 address) {
   uint32 word;
   asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(address));
@@ -134,6 +236,11 @@ __device__ __forceinline__ uint32 load_half_word(uint32 address) {
 
 // ---- Fields of packed rows ---------------------------------------------------------------------
 
+// The token of the product's row `row` (0 to 15) of a half: a lane's are neighbours.
+__device__ __forceinline__ int token_of_row(int half, int row) {
+  return row % 8 * LANE_TOKENS + half * 2 + row / 8;
+}
+
 // Widths of 2, 4 and 8 bits whose 16-byte units lie within a group go through ldmatrix: the fields
 // of each 16-bit half are the same number of bits apart in both halves. All others go by runs: the
 // consecutive codes that a lane needs, shifted to the start of its registers.
@@ -144,27 +251,51 @@ struct Layout {
       (BITS == 2 || BITS == 4 || BITS == 8) && ROW % 16 == 0 && GROUP * BITS % 128 == 0;
   static constexpr int UNITS = ROW / 16;
   static constexpr int UNIT_DIMS = 128 / BITS;
-  // Tokens lie in the order of the products' rows: eight that are LANE_TOKENS apart, then the next.
-  static __device__ __forceinline__ int slot(int token) {
-    return BY_UNITS ? token % LANE_TOKENS * 8 + token / LANE_TOKENS : token;
+  // A tile lies in shared memory as in memory, in lines of 128 bytes: where the halves of a line went
+  // to different ones, each would be asked for alone, and reading would take a fifth longer. Within
+  // a line, the units' places are xored with a number such that the units that ldmatrix reads at
+  // once, of eight tokens LANE_TOKENS apart, lie on different banks.
+  static constexpr int ROW_UNITS = LANE_TOKENS * UNITS; // from such a token to the next
+  static constexpr bool REGULAR = (UNITS & (UNITS - 1)) == 0;
+  static __device__ __forceinline__ int turn(int row) {
+    return ROW_UNITS >= 8 ? row : row * ROW_UNITS / 8;
   }
-  // Of the product's row `row` (0 to 15) of a half.
-  static __device__ __forceinline__ int slot_of_row(int half, int row) {
-    return BY_UNITS ? half * 16 + row : row % 8 * LANE_TOKENS + half * 2 + row / 8;
-  }
-  // The unit index is xored with a function of the slot, so that eight slots' units lie on
-  // different banks.
-  static __device__ __forceinline__ int swizzle(int slot) {
-    if constexpr (!BY_UNITS || UNITS % 2 != 0) return 0;
-    if constexpr (UNITS % 8 == 0) return slot & 7;
-    if constexpr (UNITS % 4 == 0) return slot >> 1 & 3;
-    return slot >> 2 & 1;
+  // Unit `unit` of LANE_TOKENS tokens from token row * LANE_TOKENS on.
+  static __device__ __forceinline__ int unit_offset(int row, int unit) {
+    if constexpr (REGULAR) return row * ROW_UNITS * 16 + ((unit ^ turn(row)) << 4);
+    const int index = row * ROW_UNITS + unit, line = index / 8;
+    constexpr int MASK = ROW_UNITS % 8 == 0 ? 7 : ROW_UNITS % 4 == 0 ? 3 : 1;
+    return (index ^ (line & MASK)) << 4;
   }
   // Where the 16-byte chunk of a packed tile goes.
   static __device__ __forceinline__ int chunk_offset(int chunk) {
     if constexpr (!BY_UNITS) return chunk * 16;
-    const int at = slot(chunk / UNITS);
-    return at * ROW + ((chunk % UNITS ^ swizzle(at)) << 4);
+    return unit_offset(chunk / ROW_UNITS, chunk % ROW_UNITS);
+  }
+  // Of token `token`'s 4-byte word.
+  static __device__ __forceinline__ int word_offset(int token, int word) {
+    if constexpr (!BY_UNITS) return token * ROW + word * 4;
+    return chunk_offset(token * UNITS + word / 4) + word % 4 * 4;
+  }
+};
+// The units that a lane points ldmatrix to: those of row `row` from unit `first` on.
+template <class LAYOUT>
+struct Place {
+  uint32 base;
+  int row, first; // REGULAR: where the first is, from base on
+  __device__ __forceinline__ void start(uint32 tile, int lane_row, int lane_first) {
+    base = tile;
+    row = lane_row;
+    first = lane_first;
+    if constexpr (LAYOUT::REGULAR) {
+      base += row * LAYOUT::ROW_UNITS * 16;
+      first = (lane_first ^ LAYOUT::turn(row)) << 4;
+    }
+  }
+  // `more` units on, which has no bit in common with `first`.
+  __device__ __forceinline__ uint32 at(int more) const {
+    if constexpr (LAYOUT::REGULAR) return base + (first ^ (more & 7) << 4) + (more & ~7) * 16;
+    return base + LAYOUT::unit_offset(row, first + more);
   }
 };
 using Keys = Layout<KEY_DIM, KEY_BITS, KEY_GROUP>;
@@ -222,7 +353,9 @@ __device__ __forceinline__ void load_run(uint32 *run, uint32 row, int at) {
   } else {
     uint32 words[WORDS + 1];
 #pragma unroll
-    for (int i = 0; i <= WORDS; i++) words[i] = load_word(address + 4 * i);
+    for (int i = 0; i < WORDS; i++) words[i] = load_word(address + 4 * i);
+    // Nothing behind the run, which may be on its way.
+    words[WORDS] = load_word(row + min((at >> 5) + WORDS, (at + RUN_BITS - 1) >> 5) * 4);
 #pragma unroll
     for (int i = 0; i < WORDS; i++) run[i] = __funnelshift_r(words[i], words[i + 1], at & 31);
   }
@@ -232,6 +365,19 @@ __device__ __forceinline__ void load_run(uint32 *run, uint32 row, int at) {
 constexpr int KEY_LANE_DIMS = KEY_GROUP / 4;
 constexpr int VALUE_SPAN = Values::BY_UNITS ? Values::UNIT_DIMS : VALUE_GROUP; // a row of lanes'
 constexpr int VALUE_LANE_DIMS = VALUE_SPAN / 8;
+
+// The output's elements come in pieces of so many tiles of the products' M side: a unit, or a part
+// of a group. Warps share the pieces between them, and the step's tokens where those are too few.
+constexpr int SPANS = VALUE_DIM / VALUE_SPAN, SPAN_SUMS = VALUE_SPAN / 16;
+constexpr int SPAN_PARTS = Values::BY_UNITS ? 1 : SPAN_SUMS % 4 == 0 ? 4 : SPAN_SUMS % 2 == 0 ? 2 : 1;
+constexpr int PIECES = SPANS * SPAN_PARTS, PIECE_SUMS = SPAN_SUMS / SPAN_PARTS;
+constexpr int PIECE_LANE_DIMS = VALUE_LANE_DIMS / SPAN_PARTS;
+constexpr int DIM_WARPS = PIECES % 4 == 0 ? 4 : PIECES % 2 == 0 ? 2 : 1;
+constexpr int TOKEN_WARPS = WARPS / DIM_WARPS;
+constexpr int WARP_PIECES = PIECES / DIM_WARPS;
+constexpr int VALUE_HALVES = STEP / TOKEN_WARPS / 16; // that a warp sums
+constexpr int SUMS = WARP_PIECES * PIECE_SUMS;        // tiles of the products' M side
+static_assert(PIECE_LANE_DIMS == 2 * PIECE_SUMS);
 
 // Step `step` of the products along head_dim: which of its elements a lane holds in slot 0 to 3, and
 // at which power of two the code stands there.
@@ -282,286 +428,362 @@ __device__ __forceinline__ void load_words(uint32 *to, uint32 address) {
   }
 }
 
-template <int DTYPE, int GROUPS>
+// TOKENS neighbouring tokens' first GROUPS of STRIDE groups.
+template <int DTYPE, int TOKENS, int GROUPS, int STRIDE>
 struct PerGroup {
-  static constexpr int BYTES = LANE_TOKENS * GROUPS * bytes_of(DTYPE);
-  uint32 words[BYTES / 4];
-  __device__ __forceinline__ void load(uint32 array) {
-    load_words<BYTES>(words, array + (threadIdx.x >> 2 & 7) * BYTES);
+  static constexpr int WORDS = (GROUPS * bytes_of(DTYPE) + 3) / 4; // of a token, or of all tokens
+  static constexpr bool CONTIGUOUS = GROUPS == STRIDE && TOKENS * GROUPS * bytes_of(DTYPE) % 4 == 0;
+  uint32 words[CONTIGUOUS ? TOKENS * GROUPS * bytes_of(DTYPE) / 4 : TOKENS * WORDS];
+  __device__ __forceinline__ void load(uint32 from) {
+    if constexpr (CONTIGUOUS) {
+      load_words<TOKENS * GROUPS * bytes_of(DTYPE)>(words, from);
+    } else {
+#pragma unroll
+      for (int token = 0; token < TOKENS; token++) {
+        const uint32 row = from + token * STRIDE * bytes_of(DTYPE);
+        if constexpr (GROUPS * bytes_of(DTYPE) % 4 == 0 && STRIDE * bytes_of(DTYPE) % 4 == 0) {
+          load_words<GROUPS * bytes_of(DTYPE)>(words + token * WORDS, row);
+        } else {
+#pragma unroll
+          for (int group = 0; group < GROUPS; group++) {
+            const uint32 half_word = load_half_word(row + group * 2) << group % 2 * 16;
+            uint32 &word = words[token * WORDS + group / 2];
+            word = group % 2 == 0 ? half_word : word | half_word;
+          }
+        }
+      }
+    }
   }
-  // i: 0 or 1, for the row lane/4 or lane/4 + 8 of the half.
-  __device__ __forceinline__ float at(int half, int i, int group) const {
-    const int index = (half * 2 + i) * GROUPS + group;
-    if constexpr (DTYPE == F32) return __uint_as_float(words[index]);
+  __device__ __forceinline__ float at(int token, int group) const {
+    if constexpr (DTYPE == F32) return __uint_as_float(words[token * GROUPS + group]);
+    const int index = CONTIGUOUS ? token * GROUPS + group : token * WORDS * 2 + group;
     return index % 2 == 0 ? low_of<DTYPE>(words[index / 2]) : high_of<DTYPE>(words[index / 2]);
   }
 };
-using KeyScales = PerGroup<KEY_SCALE_TYPE, KEY_GROUPS>;
-using ValueScales = PerGroup<VALUE_SCALE_TYPE, VALUE_GROUPS>;
+// A lane's part of the keys' for all its tokens, and the values' of the tokens that it keeps.
+using KeyScales = PerGroup<KEY_SCALE_TYPE, LANE_TOKENS, LANE_GROUPS, KEY_GROUPS>;
+using ValueScales = PerGroup<VALUE_SCALE_TYPE, KEPT, VALUE_GROUPS, VALUE_GROUPS>;
+__device__ __forceinline__ uint32 key_scale_offset() {
+  const int first = KEY_GROUPS == 1 ? 0 : lane_part() * PART_GROUPS;
+  return ((threadIdx.x >> 2 & 7) * LANE_TOKENS * KEY_GROUPS + first) * bytes_of(KEY_SCALE_TYPE);
+}
+// From the lane's row on: the first of its tokens that it keeps.
+__device__ __forceinline__ int lane_token() {
+  return (threadIdx.x >> 2 & 7) * LANE_TOKENS + lane_part() * KEPT;
+}
+__device__ __forceinline__ uint32 value_scale_offset() {
+  return lane_token() * VALUE_GROUPS * bytes_of(VALUE_SCALE_TYPE);
+}
 
-// ---- Where a block of threads is in its run of blocks of tokens -----------------------------------
+// ---- Where a block of threads is in its run of leaves ---------------------------------------------
 
 struct Position {
   int batch, pair; // pair: KV head and tile of query rows within the sequence
-  int block, blocks, length;
+  int leaf, length;
+
+  __device__ __forceinline__ int leaves() const { return (length + LEAF - 1) / LEAF; }
 };
 
 struct Problem {
   const nyb_decode_arguments *arguments;
-  int pairs; // of a sequence
 
-  __device__ __forceinline__ int length_of(int batch) const {
-    const int length = arguments->lengths[batch];
-    return length < 0                            ? 0
-           : length > arguments->capacity_tokens ? static_cast<int>(arguments->capacity_tokens)
-                                                 : length;
+  __device__ __forceinline__ int pairs() const { // of a sequence
+    return arguments->kv_heads * arguments->row_tiles;
   }
-  __device__ __forceinline__ static int blocks_of(int length) {
-    return (length + BLOCK_TOKENS - 1) / BLOCK_TOKENS;
+
+  __device__ __forceinline__ int head_of(const Position &at) const {
+    return arguments->row_tiles == 1 ? at.pair : at.pair / arguments->row_tiles;
   }
-  // All blocks of all pairs: the host takes another kernel where they are 2^31 or more.
+  __device__ __forceinline__ int length_of(int batch) const { return ::length_of(*arguments, batch); }
+  __device__ __forceinline__ static int leaves_of(int length) {
+    return (length + LEAF - 1) / LEAF;
+  }
+  // All leaves of all pairs: the host takes another kernel where they are 2^31 or more.
   __device__ __forceinline__ uint32 units() const {
-    uint32 blocks = 0;
+    if (arguments->batch == 1) return leaves_of(length_of(0)) * pairs();
+    uint32 leaves = 0;
     for (int batch = threadIdx.x & 31; batch < arguments->batch; batch += 32)
-      blocks += blocks_of(length_of(batch));
+      leaves += leaves_of(length_of(batch));
     for (int distance = 16; distance > 0; distance /= 2)
-      blocks += __shfl_xor_sync(~0u, blocks, distance);
-    return blocks * pairs;
+      leaves += __shfl_xor_sync(~0u, leaves, distance);
+    return leaves * pairs();
   }
   __device__ __forceinline__ void enter_sequence(Position &at, int batch) const {
     at.batch = batch;
     at.length = length_of(batch);
-    at.blocks = blocks_of(at.length);
   }
+  // A lane looks at a sequence.
   __device__ __forceinline__ Position find(uint32 unit) const {
+    const int lane = threadIdx.x & 31;
     Position at;
-    for (int batch = 0;; batch++) {
-      enter_sequence(at, batch);
-      const uint32 here = static_cast<uint32>(at.blocks) * pairs;
-      if (unit < here) break;
-      unit -= here;
+    if (arguments->batch == 1) enter_sequence(at, 0);
+    for (int first = 0; arguments->batch > 1; first += 32) {
+      const uint32 own =
+          first + lane < arguments->batch
+              ? static_cast<uint32>(leaves_of(length_of(first + lane))) * pairs()
+              : 0;
+      uint32 end = own; // of the sequence's units
+      for (int distance = 1; distance < 32; distance *= 2) {
+        const uint32 before = __shfl_up_sync(~0u, end, distance);
+        if (lane >= distance) end += before;
+      }
+      const uint32 beyond = __ballot_sync(~0u, unit < end);
+      if (beyond == 0) {
+        unit -= __shfl_sync(~0u, end, 31);
+        continue;
+      }
+      const int index = __ffs(beyond) - 1;
+      unit -= __shfl_sync(~0u, end - own, index);
+      enter_sequence(at, first + index);
+      break;
     }
-    at.pair = static_cast<int>(unit / static_cast<uint32>(at.blocks));
-    at.block = static_cast<int>(unit % static_cast<uint32>(at.blocks));
+    at.pair = static_cast<int>(unit / static_cast<uint32>(at.leaves()));
+    at.leaf = static_cast<int>(unit % static_cast<uint32>(at.leaves()));
     return at;
   }
   // To the next one, which exists.
   __device__ __forceinline__ void advance(Position &at) const {
-    if (++at.block < at.blocks) return;
-    at.block = 0;
-    if (++at.pair < pairs) return;
+    if (++at.leaf < at.leaves()) return;
+    at.leaf = 0;
+    if (++at.pair < pairs()) return;
     at.pair = 0;
     do enter_sequence(at, at.batch + 1);
-    while (at.blocks == 0);
+    while (at.length == 0);
   }
 };
 
-__device__ __forceinline__ int tiles_of_leaf(const Position &at, int warp) {
-  const int left = at.length - at.block * BLOCK_TOKENS - warp * LEAF_TOKENS;
-  return left <= 0 ? 0 : left >= LEAF_TOKENS ? LEAF_TOKENS / TILE : (left + TILE - 1) / TILE;
+__device__ __forceinline__ int steps_of_leaf(const Position &at) {
+  const int left = at.length - at.leaf * LEAF;
+  return left >= LEAF ? LEAF_STEPS : (left + STEP - 1) / STEP;
 }
 
 // ---- Copying tiles -----------------------------------------------------------------------------
 
-// One warp's copies, some tiles ahead of its arithmetic.
-struct Producer {
-  static constexpr int KEY_BYTES = KEY_GROUPS * bytes_of(KEY_SCALE_TYPE); // of a token's scales
-  static constexpr int VALUE_BYTES = VALUE_GROUPS * bytes_of(VALUE_SCALE_TYPE);
-  static constexpr int KEY_CHUNKS = (TILE * KEY_ROW / 16 + 31) / 32; // of a lane
-  static constexpr int VALUE_CHUNKS = (TILE * VALUE_ROW / 16 + 31) / 32;
-  // One 16-byte chunk of the four arrays of scales and biases for each lane.
-  static constexpr bool SCALES_AT_ONCE = PACKED && 4 * TILE * KEY_BYTES == 512 && KEY_BYTES == VALUE_BYTES;
+// K's or V's bytes of a step's tokens, on their way to shared memory: by the block's last warp, which
+// does nothing else.
+// Where in a stage the first warp's are; another's are OWN bytes on. What is NONE stays away.
+constexpr int NONE = -1;
+template <class LAYOUT, int DTYPE, int GROUPS, int CODES_AT, int SCALES_AT, int BIASES_AT, int OWN>
+struct Copies {
+  static constexpr int ROW = LAYOUT::ROW, SCALE_ROW = GROUPS * bytes_of(DTYPE);
+  static constexpr int CHUNKS = TILE * ROW / 16, LANE_CHUNKS = (CHUNKS + 31) / 32; // of a tile
+  static constexpr int TILE_SCALE_CHUNKS = TILE * SCALE_ROW / 16;
+  static constexpr int SCALE_CHUNKS = WARPS * TILE_SCALE_CHUNKS;
 
   Problem problem;
+  const nyb_decode_stored *stored;
   Position at;
   uint32 units_left; // this one included
-  int tile, tiles, tokens_left;
-  int warp, lane;
-  const char *keys, *values, *key_scales, *key_biases, *value_scales, *value_biases; // of the tile
-  int key_offset[KEY_CHUNKS], value_offset[VALUE_CHUNKS];
+  int step, steps, tokens_left;
+  const char *codes, *scales, *biases; // of the step
+  uint32 offset[LANE_CHUNKS];          // where the lane's chunks of a tile go
 
-  __device__ __forceinline__ void start(const Problem &all, const Position &first, uint32 units) {
+  __device__ __forceinline__ void start(const Problem &all, const nyb_decode_stored &from,
+                                        const Position &first, uint32 units) {
     problem = all;
+    stored = &from;
     at = first;
     units_left = units;
-    warp = threadIdx.x >> 5;
-    lane = threadIdx.x & 31;
+    if constexpr (PACKED && CODES_AT != NONE) {
 #pragma unroll
-    for (int i = 0; i < KEY_CHUNKS; i++) key_offset[i] = Keys::chunk_offset(lane + 32 * i);
-#pragma unroll
-    for (int i = 0; i < VALUE_CHUNKS; i++) value_offset[i] = Values::chunk_offset(lane + 32 * i);
+      for (int i = 0; i < LANE_CHUNKS; i++) {
+        offset[i] = LAYOUT::chunk_offset((threadIdx.x & 31) + 32 * i) + CODES_AT;
+        hold(offset[i]);
+      }
+    }
     enter_leaf(false);
   }
 
-  // From the leaf of the block before in the same pair, or from anywhere.
+  // From the leaf before in the same pair, or from anywhere.
   __device__ __forceinline__ void enter_leaf(bool same_pair) {
-    const nyb_decode_arguments &a = *problem.arguments;
-    tile = 0;
-    tiles = tiles_of_leaf(at, warp);
-    const int token = at.block * BLOCK_TOKENS + warp * LEAF_TOKENS;
+    step = 0;
+    steps = steps_of_leaf(at);
+    const int token = at.leaf * LEAF;
     tokens_left = at.length - token;
-    if (PACKED && same_pair) { // the leaf before was whole
-      step_tiles((BLOCK_TOKENS - LEAF_TOKENS) / TILE);
-      return;
-    }
-    const int64 batch = at.batch, head = at.pair / a.row_tiles;
+    if (same_pair) return; // the leaf before was whole
+    const int64 batch = at.batch, head = problem.head_of(at);
     const auto address = [&](const char *base, const long long *stride) {
       return base + batch * stride[0] + head * stride[1] + token * stride[2];
     };
-    const int first = PACKED ? lane * 16 : 0;
-    keys = address(a.k.codes, a.k.codes_stride) + first;
-    values = address(a.v.codes, a.v.codes_stride) + first;
-    if constexpr (SCALES_AT_ONCE) {
-      const int array = lane >> 3;
-      const nyb_decode_stored &stored = array < 2 ? a.k : a.v;
-      const bool biases = array % 2 != 0;
-      key_scales = address(biases ? stored.biases : stored.scales,
-                           biases ? stored.biases_stride : stored.scales_stride) +
-                   (lane & 7) * 16;
-    } else {
-      key_scales = address(a.k.scales, a.k.scales_stride);
-      key_biases = address(a.k.biases, a.k.biases_stride);
-      value_scales = address(a.v.scales, a.v.scales_stride);
-      value_biases = address(a.v.biases, a.v.biases_stride);
+    codes = address(stored->codes, stored->codes_stride);
+    scales = address(stored->scales, stored->scales_stride);
+    biases = address(stored->biases, stored->biases_stride);
+    if constexpr (PACKED) {
+      const int lane = threadIdx.x & 31;
+      codes += lane * 16;
+      scales += lane * 16;
+      biases += lane * 16;
     }
   }
 
-  template <int ROW, int CHUNKS, bool FULL>
-  __device__ __forceinline__ void copy_packed_codes(uint32 to, const char *from, const int *offset,
-                                                    int tokens) const {
-#pragma unroll
-    for (int i = 0; i < CHUNKS; i++) {
-      const int chunk = lane + 32 * i;
-      if (TILE * ROW / 16 % 32 != 0 && chunk >= TILE * ROW / 16) break;
-      if constexpr (FULL) {
-        copy_async_16(to + offset[i], from + 512 * i);
-      } else {
-        const int left = tokens * ROW - chunk * 16;
-        copy_async_16(to + offset[i], from + 512 * i, left < 0 ? 0 : left > 16 ? 16 : left);
-      }
-    }
-  }
-  // Two arrays of packed scales or biases.
-  template <int BYTES, bool FULL> // of a tile
-  __device__ __forceinline__ void copy_packed_scales(uint32 to, const char *scales,
-                                                     const char *biases, int bytes) const {
-    constexpr int CHUNKS = BYTES / 16;
-#pragma unroll
-    for (int i = 0; i < (2 * CHUNKS + 31) / 32; i++) {
-      const int index = lane + 32 * i;
-      if ((2 * CHUNKS) % 32 != 0 && index >= 2 * CHUNKS) break;
-      const int chunk = index % CHUNKS;
-      const char *from = (index < CHUNKS ? scales : biases) + chunk * 16;
-      if constexpr (FULL) {
-        copy_async_16(to + index * 16, from);
-      } else {
-        const int left = bytes - chunk * 16;
-        copy_async_16(to + index * 16, from, left < 0 ? 0 : left > 16 ? 16 : left);
-      }
+  // `bytes` of 16, and zeros.
+  static __device__ __forceinline__ void copy_half_words(uint32 to, const char *from, int bytes) {
+#pragma unroll 1
+    for (int at = 0; at < 16; at += 2) {
+      const uint16 bits = at < bytes ? *reinterpret_cast<const uint16 *>(from + at)
+                                     : static_cast<uint16>(0);
+      asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + at), "h"(bits) : "memory");
     }
   }
   template <bool FULL>
-  __device__ __forceinline__ void copy_packed(uint32 stage, int tokens) {
-    copy_packed_codes<KEY_ROW, KEY_CHUNKS, FULL>(stage, keys, key_offset, tokens);
-    copy_packed_codes<VALUE_ROW, VALUE_CHUNKS, FULL>(stage + VALUES_AT, values, value_offset,
-                                                     tokens);
-    if constexpr (SCALES_AT_ONCE) {
-      if constexpr (FULL) {
-        copy_async_16(stage + KEY_SCALES_AT + lane * 16, key_scales);
-      } else {
-        const int left = tokens * KEY_BYTES - (lane & 7) * 16;
-        copy_async_16(stage + KEY_SCALES_AT + lane * 16, key_scales,
-                      left < 0 ? 0 : left > 16 ? 16 : left);
+  __device__ __forceinline__ void copy_packed(uint32 stage) const {
+    const int lane = threadIdx.x & 31;
+#pragma unroll
+    for (int i = 0; i < LANE_CHUNKS && CODES_AT != NONE; i++) {
+      const int chunk = lane + 32 * i;
+      if (CHUNKS % 32 != 0 && chunk >= CHUNKS) break;
+      const uint32 to = stage + offset[i];
+#pragma unroll
+      for (int tile = 0; tile < WARPS; tile++) {
+        const char *from = codes + tile * TILE * ROW + 512 * i;
+        if constexpr (FULL) {
+          copy_async_16(to + tile * OWN, from);
+        } else {
+          const int left = (tokens_left - tile * TILE) * ROW - chunk * 16;
+          copy_async_16(to + tile * OWN, from, left < 0 ? 0 : left > 16 ? 16 : left);
+        }
       }
-    } else {
-      copy_packed_scales<KEY_SCALE_BYTES, FULL>(stage + KEY_SCALES_AT, key_scales, key_biases,
-                                                tokens * KEY_BYTES);
-      copy_packed_scales<VALUE_SCALE_BYTES, FULL>(stage + VALUE_SCALES_AT, value_scales,
-                                                  value_biases, tokens * VALUE_BYTES);
+    }
+#pragma unroll
+    for (int i = 0; i < (SCALE_CHUNKS + 31) / 32 && SCALES_AT != NONE; i++) {
+      const int chunk = lane + 32 * i;
+      if (SCALE_CHUNKS % 32 != 0 && chunk >= SCALE_CHUNKS) break;
+      const uint32 to = stage + chunk / TILE_SCALE_CHUNKS * OWN + chunk % TILE_SCALE_CHUNKS * 16;
+      if constexpr (FULL) {
+        copy_async_16(to + SCALES_AT, scales + 512 * i);
+        copy_async_16(to + BIASES_AT, biases + 512 * i);
+      } else {
+        int left = tokens_left * SCALE_ROW - chunk * 16;
+        left = left < 0 ? 0 : left > 16 ? 16 : left;
+        if (left % 4 == 0) {
+          copy_async_16(to + SCALES_AT, scales + 512 * i, left);
+          copy_async_16(to + BIASES_AT, biases + 512 * i, left);
+        } else { // compute-sanitizer takes a copy that ends within a word for one of 16 bytes
+          copy_half_words(to + SCALES_AT, scales + 512 * i, left);
+          copy_half_words(to + BIASES_AT, biases + 512 * i, left);
+        }
+      }
     }
   }
 
-  template <class LAYOUT>
-  __device__ __forceinline__ void copy_strided_codes(uint32 to, const char *from, int64 stride,
-                                                     int tokens) const {
-    constexpr int WORDS = LAYOUT::ROW / 4;
+  __device__ __forceinline__ void copy_strided(uint32 stage) const {
+    constexpr int WORDS = ROW / 4;
+    const int lane = threadIdx.x & 31;
 #pragma unroll 4
-    for (int index = lane; index < TILE * WORDS; index += 32) {
+    for (int index = lane; index < STEP * WORDS && CODES_AT != NONE; index += 32) {
       const int token = index / WORDS, word = index % WORDS;
-      uint32 target = to + index * 4;
-      if constexpr (LAYOUT::BY_UNITS) {
-        const int slot = LAYOUT::slot(token);
-        target = to + slot * LAYOUT::ROW + ((word / 4 ^ LAYOUT::swizzle(slot)) << 4) + word % 4 * 4;
-      }
-      const bool inside = token < tokens;
-      copy_async_4(target, from + (inside ? token : 0) * stride + word * 4, inside ? 4 : 0);
+      const int target = LAYOUT::word_offset(token % TILE, word);
+      const bool inside = token < tokens_left;
+      copy_async_4(stage + token / TILE * OWN + CODES_AT + target,
+                   codes + (inside ? token : 0) * stored->codes_stride[2] + word * 4,
+                   inside ? 4 : 0);
+    }
+    if constexpr (SCALES_AT != NONE) {
+      copy_strided_scales(stage + SCALES_AT, scales, stored->scales_stride[2]);
+      copy_strided_scales(stage + BIASES_AT, biases, stored->biases_stride[2]);
     }
   }
-  template <int DTYPE, int GROUPS>
-  __device__ __forceinline__ void copy_strided_scales(uint32 to, const char *from, int64 stride,
-                                                      int tokens) const {
-    for (int index = lane; index < TILE * GROUPS; index += 32) {
+  __device__ __forceinline__ void copy_strided_scales(uint32 to, const char *from,
+                                                      int64 stride) const {
+    for (int index = threadIdx.x & 31; index < STEP * GROUPS; index += 32) {
       const int token = index / GROUPS, group = index % GROUPS;
       const char *row = from + token * stride;
+      const uint32 target = to + token / TILE * OWN +
+                            (token % TILE * GROUPS + group) * bytes_of(DTYPE);
+      const bool inside = token < tokens_left;
       if constexpr (DTYPE == F32) {
-        const uint32 bits = token < tokens ? reinterpret_cast<const uint32 *>(row)[group] : 0;
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(to + index * 4), "r"(bits) : "memory");
+        const uint32 bits = inside ? reinterpret_cast<const uint32 *>(row)[group] : 0;
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(bits) : "memory");
       } else {
         const uint16 bits =
-            token < tokens ? reinterpret_cast<const uint16 *>(row)[group] : static_cast<uint16>(0);
-        asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + index * 2), "h"(bits) : "memory");
+            inside ? reinterpret_cast<const uint16 *>(row)[group] : static_cast<uint16>(0);
+        asm volatile("st.shared.b16 [%0], %1;" ::"r"(target), "h"(bits) : "memory");
       }
     }
-  }
-  __device__ __forceinline__ void copy_strided(uint32 stage, int tokens) {
-    const nyb_decode_arguments &a = *problem.arguments;
-    copy_strided_codes<Keys>(stage, keys, a.k.codes_stride[2], tokens);
-    copy_strided_codes<Values>(stage + VALUES_AT, values, a.v.codes_stride[2], tokens);
-    copy_strided_scales<KEY_SCALE_TYPE, KEY_GROUPS>(stage + KEY_SCALES_AT, key_scales,
-                                                    a.k.scales_stride[2], tokens);
-    copy_strided_scales<KEY_SCALE_TYPE, KEY_GROUPS>(stage + KEY_BIASES_AT, key_biases,
-                                                    a.k.biases_stride[2], tokens);
-    copy_strided_scales<VALUE_SCALE_TYPE, VALUE_GROUPS>(stage + VALUE_SCALES_AT, value_scales,
-                                                        a.v.scales_stride[2], tokens);
-    copy_strided_scales<VALUE_SCALE_TYPE, VALUE_GROUPS>(stage + VALUE_BIASES_AT, value_biases,
-                                                        a.v.biases_stride[2], tokens);
-  }
-  __device__ __forceinline__ void step_tiles(int count) {
-    const nyb_decode_arguments &a = *problem.arguments;
-    const int tokens = count * TILE;
-    keys += PACKED ? tokens * KEY_ROW : tokens * a.k.codes_stride[2];
-    values += PACKED ? tokens * VALUE_ROW : tokens * a.v.codes_stride[2];
-    key_scales += PACKED ? tokens * KEY_BYTES : tokens * a.k.scales_stride[2];
-    if constexpr (SCALES_AT_ONCE) return;
-    key_biases += PACKED ? tokens * KEY_BYTES : tokens * a.k.biases_stride[2];
-    value_scales += PACKED ? tokens * VALUE_BYTES : tokens * a.v.scales_stride[2];
-    value_biases += PACKED ? tokens * VALUE_BYTES : tokens * a.v.biases_stride[2];
   }
 
-  // Queues the next tile's copies, or an empty group where there is none.
+  // Queues the next step's copies where there is one.
   __device__ __forceinline__ void queue(uint32 stage) {
-    while (tile == tiles && units_left > 1) {
+    if (step == steps && units_left > 1) {
       units_left--;
       problem.advance(at);
-      enter_leaf(at.block != 0);
+      enter_leaf(at.leaf != 0);
     }
-    if (tile < tiles) {
-      if constexpr (PACKED) {
-        if (tokens_left >= TILE) {
-          copy_packed<true>(stage, TILE);
-        } else {
-          copy_packed<false>(stage, tokens_left);
-        }
+    if (step < steps) {
+      if constexpr (!PACKED) {
+        copy_strided(stage);
+      } else if (tokens_left >= STEP) {
+        copy_packed<true>(stage);
       } else {
-        copy_strided(stage, tokens_left);
+        copy_packed<false>(stage);
       }
-      tile++;
-      tokens_left -= TILE;
-      step_tiles(1);
+      step++;
+      tokens_left -= STEP;
+      codes += PACKED ? STEP * ROW : STEP * stored->codes_stride[2];
+      scales += PACKED ? STEP * SCALE_ROW : STEP * stored->scales_stride[2];
+      biases += PACKED ? STEP * SCALE_ROW : STEP * stored->biases_stride[2];
     }
-    end_copy_group();
   }
 };
+
+// ---- Barriers ----------------------------------------------------------------------------------
+
+// The first step's keys have arrived.
+__device__ __forceinline__ void first_keys_arrived() { __syncthreads(); }
+// A step's weights are there, and what comes after it has arrived. Whether any thread says so.
+__device__ __forceinline__ bool weighed(bool yes) { return __syncthreads_or(yes) != 0; }
+// The warps that multiply, among themselves.
+__device__ __forceinline__ void synchronize_warps() {
+  asm volatile("bar.sync 2, %0;" ::"n"(WARPS * 32) : "memory");
+}
+
+template <int COUNT>
+__device__ __forceinline__ int next_of(int stage) { return stage + 1 < COUNT ? stage + 1 : 0; }
+
+// Each turn queues values and, a step further ahead, keys with V's scales: K of step 0; V of 0, K of
+// 1; ... The first STAGES turns fill the stages (the warps may begin after FIRST_TURNS of them), then a
+// turn waits for a step to be weighed: that step's keys have been read, and the values of the step
+// before. It makes sure first that what the warps go on with has arrived: that step's values and the
+// next step's keys.
+constexpr int FIRST_TURNS = STAGES < 3 ? STAGES : 3;
+__device__ __forceinline__ void copy_all(const nyb_decode_arguments &a, const Problem &problem,
+                                         Position at, uint32 units, uint32 shared) {
+  Copies<Keys, KEY_SCALE_TYPE, KEY_GROUPS, 0, KEY_SCALES_AT, KEY_BIASES_AT, OWN_BYTES> keys;
+  Copies<Values, VALUE_SCALE_TYPE, VALUE_GROUPS, NONE, 0, VALUE_SCALE_BYTES, OWN_VALUE_SCALE_BYTES>
+      value_scales;
+  Copies<Values, VALUE_SCALE_TYPE, VALUE_GROUPS, VALUES_AT, NONE, NONE, OWN_BYTES> values;
+  keys.start(problem, a.k, at, units);
+  value_scales.start(problem, a.v, at, units);
+  values.start(problem, a.v, at, units);
+  int steps = steps_of_leaf(at), value_stage = STAGES - 1, key_stage = 0, scale_stage = 0;
+  for (int turn = -STAGES;; turn += turn < 0) {
+    if (turn >= 0) {
+      if (steps == 0) {
+        if (--units == 0) break;
+        problem.advance(at);
+        steps = steps_of_leaf(at);
+      }
+      steps--;
+      wait_for_copies<2 * STAGES - 4>();
+      weighed(false);
+    }
+    if (turn > -STAGES) {
+      values.queue(shared + value_stage * STAGE_BYTES);
+      end_copy_group();
+    }
+    keys.queue(shared + key_stage * STAGE_BYTES);
+    value_scales.queue(shared + VALUE_SCALES_AT + scale_stage * SCALE_STAGE_BYTES);
+    end_copy_group();
+    value_stage = key_stage;
+    key_stage = next_of<STAGES>(key_stage);
+    scale_stage = next_of<SCALE_STAGES>(scale_stage);
+    if (turn == FIRST_TURNS - STAGES - 1) {
+      wait_for_copies<2 * FIRST_TURNS - 2>();
+      first_keys_arrived();
+    }
+  }
+  wait_for_copies<0>();
+}
 
 // ---- The query rows of a pair ---------------------------------------------------------------------
 
@@ -569,10 +791,11 @@ struct Producer {
 constexpr int QUERY_RUN = Keys::BY_UNITS ? 32 / KEY_BITS : KEY_LANE_DIMS;
 
 struct Queries {
-  float sum[KEY_GROUPS][2 * N_TILES];     // over a group, in the products' unit; columns 2*(lane%4)..
+  // Of columns 2 * (lane % 4) and the next.
+  float sum[HOLD_SUMS ? LANE_SUMS : 1][2 * N_TILES]; // of a group of the lane's parts, in the
+                                                       // products' unit
   float unit[2 * N_TILES];                // products' unit times this: log2 units (ROUND_SCORES:
                                           // natural ones)
-  int visible[2 * N_TILES];
   int visible_to_all;
 
   // The N side of two steps: words for step `step` (even) and the next, for each tile of columns.
@@ -580,95 +803,126 @@ struct Queries {
     return queries + (((step / 2) * N_TILES + n) * 32 + (threadIdx.x & 31)) * 16;
   }
 
+  // The block's warps bring a share of the steps each to f16. Ends with a barrier.
   __device__ __forceinline__ void load(const nyb_decode_arguments &a, const Position &at,
-                                       uint32 queries) {
-    const int lane = threadIdx.x & 31, c = lane & 3;
+                                       uint32 shared) {
+    constexpr int SHARE = (KEY_STEPS + 2 * WARPS - 1) / (2 * WARPS); // pairs of steps of a warp
+    const int lane = threadIdx.x & 31, c = lane & 3, warp = threadIdx.x >> 5;
+    const uint32 queries = shared + QUERIES_AT;
+    const uint32 maxima = shared + QUERY_SCRATCH_AT, poisons = maxima + WARPS * COLUMNS * 4;
+    const uint32 step_sums = poisons + WARPS * COLUMNS * 4;
     const int head = at.pair / a.row_tiles, first_row = at.pair % a.row_tiles * COLUMNS;
     const int rows = a.heads_per_kv * a.query_len;
     const float scale = ROUND_SCORES ? round_to<QUERY_TYPE>(a.scale) : a.scale;
-    visible_to_all = at.length;
-    // Two neighbours of a run in each word.
-    uint32 words[N_TILES][KEY_DIM / 8];
+    // Steps 2 * (warp + i * WARPS) and the next; slots 0 and 2, then 1 and 3.
+    uint32 words[N_TILES][SHARE][2][2];
+    const auto step_of = [&](int i, int t) { return 2 * (warp + i * WARPS) + t; };
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
-      const int row = first_row + n * 8 + (lane >> 2);
+      const int row = first_row + (n * 8 + (lane >> 2)) % USED;
       const int query_head = head * a.heads_per_kv + row / a.query_len;
       const char *q = a.q + at.batch * a.q_stride[0] + query_head * a.q_stride[1] +
                       row % a.query_len * a.q_stride[2];
-constexpr int WORDS = PACKED && QUERY_RUN % 8 == 0 ? 4 : 1; // of a load
 #pragma unroll
-      for (int i = 0; i < KEY_DIM / 8; i += WORDS) {
-        const int element = i * 2 / QUERY_RUN * QUERY_RUN * 4 + c * QUERY_RUN + i * 2 % QUERY_RUN;
-        const char *from = q + element * 2;
-        uint4 loaded = {0, 0, 0, 0};
-        if (row < rows) {
-          if constexpr (WORDS == 4) {
-            loaded = *reinterpret_cast<const uint4 *>(from);
-          } else if constexpr (PACKED) {
-            loaded.x = *reinterpret_cast<const uint32 *>(from);
-          } else {
-            loaded.x = reinterpret_cast<const uint16 *>(from)[0] |
-                       static_cast<uint32>(reinterpret_cast<const uint16 *>(from)[1]) << 16;
+      for (int i = 0; i < SHARE; i++) {
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+#pragma unroll
+          for (int slot = 0; slot < 2; slot++) {
+            const int index = key_lane_element(step_of(i, t), slot);
+            const char *from =
+                q + (index / QUERY_RUN * QUERY_RUN * 4 + c * QUERY_RUN + index % QUERY_RUN) * 2;
+            uint32 &word = words[n][i][t][slot];
+            word = 0;
+            if (row >= rows || step_of(i, t) >= KEY_STEPS) continue;
+            if constexpr (PACKED) {
+              word = *reinterpret_cast<const uint32 *>(from);
+            } else {
+              word = reinterpret_cast<const uint16 *>(from)[0] |
+                     static_cast<uint32>(reinterpret_cast<const uint16 *>(from)[1]) << 16;
+            }
           }
-        }
-        words[n][i] = loaded.x;
-        if constexpr (WORDS == 4) {
-          words[n][i + 1] = loaded.y;
-          words[n][i + 2] = loaded.z;
-          words[n][i + 3] = loaded.w;
         }
       }
     }
+    const auto element = [&](int n, int i, int t, int slot) {
+      const uint32 word = words[n][i][t][slot % 2];
+      const float value = slot < 2 ? low_of<QUERY_TYPE>(word) : high_of<QUERY_TYPE>(word);
+      if constexpr (ROUND_SCORES) return round_to<QUERY_TYPE>(value * scale);
+      return a.scale < 0 ? -value : value;
+    };
+    // A row is brought to below 2^15, by a power of two, so that f16 holds it.
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
-      const int row = first_row + n * 8 + (lane >> 2);
-      const bool exists = row < rows;
-      // Of the lane's elements, in ascending order.
-      const auto element = [&](int index) {
-        const uint32 word = words[n][index / 2];
-        float value = index % 2 == 0 ? low_of<QUERY_TYPE>(word) : high_of<QUERY_TYPE>(word);
-        if constexpr (ROUND_SCORES) {
-          value = round_to<QUERY_TYPE>(value * scale);
-        } else {
-          value = a.scale < 0 ? -value : value;
-        }
-        return value;
-      };
-      // The row is brought to below 2^15, by a power of two, so that f16 holds it.
       float largest = 0, poison = 0; // 0, or NaN where an element is not finite
 #pragma unroll
-      for (int i = 0; i < KEY_DIM / 4; i++) {
-        largest = fmaxf(largest, fabsf(element(i)));
-        poison = fmaf(element(i), 0.0f, poison);
+      for (int i = 0; i < SHARE * 8; i++) {
+        const float value = element(n, i / 8, i / 4 % 2, i % 4);
+        largest = fmaxf(largest, fabsf(value));
+        poison = fmaf(value, 0.0f, poison);
       }
-      poison += __shfl_xor_sync(~0u, poison, 1);
-      poison += __shfl_xor_sync(~0u, poison, 2);
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+#pragma unroll
+      for (int distance = 1; distance < 4; distance *= 2) {
+        poison += __shfl_xor_sync(~0u, poison, distance);
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+      }
+      const int at_row = (warp * COLUMNS + n * 8 + (lane >> 2)) * 4;
+      if (c == 0) {
+        store_float_shared(maxima + at_row, largest);
+        store_float_shared(poisons + at_row, poison);
+      }
+    }
+    synchronize_warps();
+    visible_to_all = at.length;
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      const int row = first_row + (n * 8 + (lane >> 2)) % USED;
+      float largest = 0, poison = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const int at_row = (w * COLUMNS + n * 8 + (lane >> 2)) * 4;
+        largest = fmaxf(largest, load_float_shared(maxima + at_row));
+        poison += load_float_shared(poisons + at_row);
+      }
       const int exponent = largest > 0 ? max(exponent_of(largest), -100) : 0;
       const float shrink = power_of_two(14 - exponent) + poison;
-      float sums[KEY_GROUPS];
 #pragma unroll
-      for (int g = 0; g < KEY_GROUPS; g++) sums[g] = 0;
+      for (int i = 0; i < SHARE; i++) {
 #pragma unroll
-      for (int step = 0; step < KEY_STEPS; step++) {
-        float slots[4];
+        for (int t = 0; t < 2; t++) {
+          const int step = step_of(i, t);
+          if (KEY_STEPS % (2 * WARPS) != 0 && step >= KEY_STEPS) break;
+          float slots[4], sum_of_step = 0;
 #pragma unroll
-        for (int slot = 0; slot < 4; slot++) {
-          const float value = element(key_lane_element(step, slot)) * shrink;
-          sums[step * 16 / KEY_GROUP] += value;
-          slots[slot] = value * power_of_two(-key_position(step, slot));
+          for (int slot = 0; slot < 4; slot++) {
+            const float value = element(n, i, t, slot) * shrink;
+            sum_of_step += value;
+            slots[slot] = value * power_of_two(-key_position(step, slot));
+          }
+          const bool mine = SPLIT == 1 || (lane >> 2) / USED == step / (KEY_STEPS / SPLIT);
+          asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(
+                           fragment_address(queries, step, n) + step % 2 * 8),
+                       "r"(mine ? pack_f16(slots[0], slots[1]) : 0),
+                       "r"(mine ? pack_f16(slots[2], slots[3]) : 0)
+                       : "memory");
+          sum_of_step += __shfl_xor_sync(~0u, sum_of_step, 1);
+          sum_of_step += __shfl_xor_sync(~0u, sum_of_step, 2);
+          if (c == 0) {
+            store_float_shared(step_sums + (step * COLUMNS + n * 8 + (lane >> 2)) * 4,
+                               sum_of_step * power_of_two(-24));
+          }
         }
-        asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(
-                         fragment_address(queries, step, n) + step % 2 * 8),
-                     "r"(pack_f16(slots[0], slots[1])), "r"(pack_f16(slots[2], slots[3]))
-                     : "memory");
       }
       const float own_unit = (ROUND_SCORES ? 1.0f : fabsf(a.scale) * 1.44269504088896341f) *
                              power_of_two(min(exponent + 10, 127));
       int own_visible = at.length;
       if (a.causal != 0) own_visible = max(at.length - a.query_len + row % a.query_len + 1, 0);
-      if (!exists) own_visible = 0x7fffffff;
+      if (row >= rows) own_visible = 0x7fffffff;
+      if (c == 0 && warp == 0) {
+        asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared + VISIBLE_AT + (n * 8 + (lane >> 2)) * 4),
+                     "r"(own_visible)
+                     : "memory");
+      }
       int least = own_visible;
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2)
@@ -676,38 +930,98 @@ constexpr int WORDS = PACKED && QUERY_RUN % 8 == 0 ? 4 : 1; // of a load
       visible_to_all = min(visible_to_all, least);
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const int from = (2 * c + j) * 4;
+        const int from = (2 * c + j) % USED * 4;
         unit[2 * n + j] = __shfl_sync(~0u, own_unit, from);
-        visible[2 * n + j] = __shfl_sync(~0u, own_visible, from);
       }
+    }
+    synchronize_warps();
+    constexpr int PART_STEPS = KEY_STEPS / PARTS / PART_GROUPS;
+    const auto total = [&](int part, int column) {
+      float all = 0;
 #pragma unroll
-      for (int g = 0; g < KEY_GROUPS; g++) {
-        float total = sums[g];
-        total += __shfl_xor_sync(~0u, total, 1);
-        total += __shfl_xor_sync(~0u, total, 2);
-        total *= power_of_two(-24);
+      for (int step = 0; step < PART_STEPS; step++)
+        all += load_float_shared(step_sums + ((part * PART_STEPS + step) * COLUMNS + column) * 4);
+      return all;
+    };
+    if constexpr (HOLD_SUMS) {
 #pragma unroll
-        for (int j = 0; j < 2; j++) sum[g][2 * n + j] = __shfl_sync(~0u, total, (2 * c + j) * 4);
+      for (int g = 0; g < LANE_SUMS; g++) {
+#pragma unroll
+        for (int j = 0; j < 2 * N_TILES; j++)
+          sum[g][j] = total(lane_part() * PART_GROUPS + g, j / 2 * 8 + 2 * c % USED + j % 2);
       }
+    } else {
+      for (int i = threadIdx.x; i < PARTS * PART_GROUPS * COLUMNS; i += WARPS * 32)
+        store_float_shared(shared + QUERY_SUMS_AT + i * 4, total(i / COLUMNS, i % COLUMNS));
+      synchronize_warps();
+    }
+  }
+  // Of columns 2 * (lane % 4), the next, and those 8 on.
+  static __device__ __forceinline__ void load_visible(int *visible, uint32 shared) {
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      const int column = j / 2 * 8 + 2 * (threadIdx.x & 3) % USED + j % 2;
+      visible[j] = static_cast<int>(load_word(shared + VISIBLE_AT + column * 4));
+    }
+  }
+  // Of columns 2 * (lane % 4) + 8 * n and the next.
+  __device__ __forceinline__ void sums_of(float *pair, int g, int n, uint32 queries) const {
+    if constexpr (HOLD_SUMS) {
+      pair[0] = sum[g][2 * n];
+      pair[1] = sum[g][2 * n + 1];
+    } else {
+      const int column = n * 8 + 2 * (threadIdx.x & 3) % USED;
+      asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
+                   : "=f"(pair[0]), "=f"(pair[1])
+                   : "r"(queries + QUERY_BYTES +
+                         ((lane_part() * PART_GROUPS + g) * COLUMNS + column) * 4));
     }
   }
 };
 
 // ---- One leaf ------------------------------------------------------------------------------------
 
-constexpr int SUMS = VALUE_DIM / 16; // tiles of the products' M side
-constexpr int SPANS = VALUE_DIM / VALUE_SPAN, SPAN_SUMS = VALUE_SPAN / 16;
+// The groups that a warp's pieces lie in.
+constexpr int GROUP_PIECES = PIECES / VALUE_GROUPS;
+__device__ __forceinline__ int group_of_piece(int dim_warp, int piece) {
+  return (dim_warp * WARP_PIECES + piece) / GROUP_PIECES;
+}
+__device__ __forceinline__ constexpr bool begins_group(int piece) {
+  return piece == 0 || (GROUP_PIECES % WARP_PIECES != 0 &&
+                        (WARP_PIECES % GROUP_PIECES != 0 || piece % GROUP_PIECES == 0));
+}
+constexpr bool ONE_GROUP = GROUP_PIECES % WARP_PIECES == 0;
 
-// Where in a stage this lane points ldmatrix to.
+// Where in a stage this lane points ldmatrix to, and where its weights go and come from.
 struct Addresses {
-  uint32 keys, values;
-  int key_swizzle, value_swizzle;
-  __device__ __forceinline__ void start() {
-    const int lane = threadIdx.x & 31, matrix = lane >> 3, row = lane & 7;
-    keys = ((matrix & 1) * 8 + row) * KEY_ROW;
-    key_swizzle = (Keys::swizzle(row) ^ matrix >> 1) << 4;
-    values = VALUES_AT + ((matrix & 1) * 8 + row) * VALUE_ROW;
-    value_swizzle = (Values::swizzle(row) ^ matrix >> 1) << 4;
+  Place<Keys> keys; // from a stage on
+  Place<Values> values;
+  uint32 store_weights, load_weights, key_scales, value_scales;
+  int dim_warp;
+  __device__ __forceinline__ void start(uint32 shared) {
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, matrix = lane >> 3, row = lane & 7;
+    dim_warp = warp % DIM_WARPS;
+    // Two halves of the product's rows, of a unit and the next.
+    keys.start(warp * OWN_BYTES, row, (matrix & 1) * Keys::UNITS + (matrix >> 1));
+    const int first_half = warp / DIM_WARPS * VALUE_HALVES;
+    const int tile = matrix / 2 / HALVES; // the second half may be the next warp's
+    values.start((first_half / HALVES + tile) * OWN_BYTES + VALUES_AT, row,
+                 (matrix - tile * 2) * Values::UNITS + dim_warp * WARP_PIECES);
+    const uint32 weights = shared + WEIGHTS_AT + row % USED * WEIGHT_ROW_BYTES;
+    // A row of 8 tokens each: a lane's token i comes from all 8 rows of lanes.
+    store_weights = weights + (warp * TILE + (row / USED * KEPT + matrix) * 8) * 2;
+    load_weights = weights + (first_half * 16 + matrix * 8) * 2 +
+                   (ONE_GROUP ? group_of_piece(dim_warp, 0) * WEIGHT_GROUP_BYTES : 0);
+    key_scales = warp * OWN_BYTES + key_scale_offset();
+    value_scales = warp * OWN_VALUE_SCALE_BYTES + value_scale_offset();
+    if constexpr (N_TILES == 1 && SUMS <= 16) { // registers are left
+      hold(keys.base);
+      hold(values.base);
+      hold(store_weights);
+      hold(load_weights);
+      hold(key_scales);
+      hold(value_scales);
+    }
   }
 };
 
@@ -719,9 +1033,10 @@ constexpr int VALUE_HEADROOM = 1;
 constexpr int NO_VALUES = -120; // below every exponent
 struct Leaf {
   float out[SUMS][N_TILES][4];           // times 2^(value_exponent + 10 - position)
-  float bias[VALUE_GROUPS][2 * N_TILES]; // this lane's part of the sum of weight * bias
-  float maximum[2 * N_TILES], sum[2 * N_TILES];
-  int value_exponent[VALUE_GROUPS]; // of the largest scale of V so far, with room above
+  float bias[VALUE_GROUPS][SETS][2 * N_TILES]; // this lane's part of the sum of weight * bias
+  float maximum[2 * N_TILES];            // the block's
+  float sum[SETS][2 * N_TILES];          // this lane's part
+  int value_exponent[VALUE_GROUPS]; // of the largest scale of V so far, with room above; the block's
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -735,26 +1050,83 @@ struct Leaf {
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       maximum[j] = -infinity();
-      sum[j] = 0;
 #pragma unroll
-      for (int g = 0; g < VALUE_GROUPS; g++) bias[g][j] = 0;
+      for (int set = 0; set < SETS; set++) {
+        sum[set][j] = 0;
+#pragma unroll
+        for (int g = 0; g < VALUE_GROUPS; g++) bias[g][set][j] = 0;
+      }
     }
 #pragma unroll
     for (int g = 0; g < VALUE_GROUPS; g++) value_exponent[g] = NO_VALUES;
   }
 
-  // scores[h][n]: rows lane/4 and lane/4 + 8 of half h, columns 2*(lane%4) and the next.
-  __device__ __forceinline__ void score(float (*scores)[N_TILES][4], const Queries &q,
+  // scores[i][n]: of the lane's token i, columns 2 * (lane % 4) and the next: its part of head_dim.
+  __device__ __forceinline__ void score(float (*scores)[N_TILES][2], const Queries &q,
                                         const KeyScales &scales, const KeyScales &biases,
                                         uint32 stage, uint32 queries,
                                         const Addresses &where) const {
+    constexpr int GROUP_STEPS = KEY_STEPS / PARTS / PART_GROUPS;
+#pragma unroll
+    for (int own = 0; own < LANE_PARTS; own++) { // parts that the lane sums one after the other
+      float part_scores[LANE_TOKENS][N_TILES][2];
+#pragma unroll
+      for (int g = 0; g < PART_GROUPS; g++) {
+        const int group = KEY_GROUPS == 1 ? 0 : own * PART_GROUPS + g;
+        float products[HALVES][N_TILES][4];
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+#pragma unroll
+          for (int n = 0; n < N_TILES; n++) {
+#pragma unroll
+            for (int j = 0; j < 4; j++) products[h][n][j] = 0;
+          }
+        }
+#pragma unroll
+        for (int part = 0; part < SPLIT; part++) { // parts that columns share
+          multiply_keys(products, ((own + part) * PART_GROUPS + g) * GROUP_STEPS, GROUP_STEPS, stage,
+                        queries, where);
+        }
+#pragma unroll
+        for (int h = 0; h < HALVES; h++) {
+#pragma unroll
+          for (int n = 0; n < N_TILES; n++) {
+            float query_sums[2];
+            q.sums_of(query_sums, own * PART_GROUPS + g, n, queries);
+#pragma unroll
+            for (int j = 0; j < 4; j++) {
+              const int token = 2 * h + j / 2;
+              float &score = part_scores[token][n][j % 2];
+              const float bias_part =
+                  g == 0 ? biases.at(token, group) * query_sums[j % 2]
+                         : fmaf(biases.at(token, group), query_sums[j % 2], score);
+              score = fmaf(scales.at(token, group), products[h][n][j], bias_part);
+            }
+          }
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < LANE_TOKENS; i++) {
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++) {
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            float &score = scores[i][n][j];
+            score = own == 0 ? part_scores[i][n][j] : score + part_scores[i][n][j];
+          }
+        }
+      }
+    }
+  }
+  // Adds steps `first` to `first` + STEPS of head_dim.
+  static __device__ __forceinline__ void multiply_keys(float (*products)[N_TILES][4], int first,
+                                                       int count, uint32 stage, uint32 queries,
+                                                       const Addresses &where) {
     const int lane = threadIdx.x & 31, c = lane & 3, r = lane >> 2;
-    float products[HALVES][N_TILES][4];
     uint32 words[HALVES][4], fragment[N_TILES][4];
 #pragma unroll
-    for (int step = 0; step < KEY_STEPS; step++) {
-      const int group = step * 16 / KEY_GROUP;
-      if (step % 2 == 0) {
+    for (int step = first; step < first + count; step++) {
+      if (step % 2 == 0 || step == first) {
 #pragma unroll
         for (int n = 0; n < N_TILES; n++)
           load_words<16>(fragment[n], Queries::fragment_address(queries, step, n));
@@ -765,10 +1137,9 @@ struct Leaf {
         if constexpr (Keys::BY_UNITS) {
           constexpr int STEPS = 8 / KEY_BITS; // of a unit
           const int unit = step / STEPS, within = step % STEPS;
-          if (within == 0 && unit % 2 == 0) {
-            const uint32 address =
-                stage + where.keys + h * 16 * KEY_ROW + ((unit << 4) ^ where.key_swizzle);
-            if (unit + 1 < Keys::UNITS) {
+          if ((within == 0 && unit % 2 == 0) || step == first) {
+            const uint32 address = stage + where.keys.at(h * 2 * Keys::UNITS + unit / 2 * 2);
+            if (unit / 2 * 2 + 1 < Keys::UNITS) {
               load_matrices_4(words[h], address);
             } else {
               load_matrices_2(words[h], address);
@@ -785,11 +1156,12 @@ struct Leaf {
           constexpr int RUN_WORDS = (RUN_BITS + 31) / 32;
           uint32 run[2][RUN_WORDS];
           const int within = step % STEPS;
-          const int bit = group * KEY_GROUP * KEY_BITS + c * RUN_BITS;
+          const int bit = step * 16 / KEY_GROUP * KEY_GROUP * KEY_BITS + c * RUN_BITS;
+          const uint32 own = stage + (threadIdx.x >> 5) * OWN_BYTES;
 #pragma unroll
           for (int i = 0; i < 2; i++) {
             load_run<RUN_BITS, RUN_BITS % 32 == 0>(
-                run[i], stage + Keys::slot_of_row(h, r + 8 * i) * KEY_ROW, bit);
+                run[i], own + token_of_row(h, r + 8 * i) * KEY_ROW, bit);
           }
 #pragma unroll
           for (int i = 0; i < 4; i++) {
@@ -798,534 +1170,741 @@ struct Leaf {
           }
         }
 #pragma unroll
-        for (int n = 0; n < N_TILES; n++) {
-          if (step * 16 % KEY_GROUP == 0) {
-#pragma unroll
-            for (int j = 0; j < 4; j++) products[h][n][j] = 0;
-          }
+        for (int n = 0; n < N_TILES; n++)
           multiply_add(products[h][n], a, fragment[n] + step % 2 * 2);
-          if ((step + 1) * 16 % KEY_GROUP != 0) continue;
+      }
+    }
+  }
+  // The sums over all parts of head_dim, of the tokens that the lane keeps.
+  static __device__ __forceinline__ void add_parts(float (*kept)[N_TILES][2],
+                                                   const float (*scores)[N_TILES][2]) {
+    if constexpr (SPLIT == 1) {
 #pragma unroll
-          for (int j = 0; j < 4; j++) {
-            const float bias_part =
-                group == 0 ? biases.at(h, j / 2, 0) * q.sum[0][2 * n + j % 2]
-                           : fmaf(biases.at(h, j / 2, group), q.sum[group][2 * n + j % 2],
-                                  scores[h][n][j]);
-            scores[h][n][j] = fmaf(scales.at(h, j / 2, group), products[h][n][j], bias_part);
-          }
+      for (int i = 0; i < KEPT; i++) {
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++) {
+          kept[i][n][0] = scores[i][n][0];
+          kept[i][n][1] = scores[i][n][1];
         }
+      }
+      return;
+    }
+    // A lane and its partner exchange the tokens that the other keeps.
+    const bool upper = (threadIdx.x & 2) != 0;
+#pragma unroll
+    for (int i = 0; i < KEPT && SPLIT == 2; i++) {
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const float own = upper ? scores[KEPT + i][0][j] : scores[i][0][j];
+        const float other = upper ? scores[i][0][j] : scores[KEPT + i][0][j];
+        kept[i][0][j] = own + __shfl_xor_sync(~0u, other, 2);
       }
     }
   }
 
-  // Moves maxima (whole log2 units) and the exponents of V's scales up, where this tile needs it.
-  __device__ __forceinline__ void raise(const float *highest, const float *largest_scale) {
+  // The highest of the lane's scores, for each column, in log2 units.
+  static __device__ __forceinline__ void highest_of(float *highest, const float (*scores)[N_TILES][2],
+                                                    const Queries &q) {
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      highest[j] = scores[0][j / 2][j % 2];
+#pragma unroll
+      for (int i = 1; i < KEPT; i++) highest[j] = fmaxf(highest[j], scores[i][j / 2][j % 2]);
+      if constexpr (!ROUND_SCORES) highest[j] *= q.unit[j];
+    }
+  }
+  static __device__ __forceinline__ void largest_scales(float *largest, const ValueScales &scales) {
+#pragma unroll
+    for (int g = 0; g < VALUE_GROUPS; g++) {
+      largest[g] = 0;
+#pragma unroll
+      for (int i = 0; i < KEPT; i++) largest[g] = fmaxf(largest[g], fabsf(scales.at(i, g)));
+    }
+  }
+  __device__ __forceinline__ bool is_higher(const float (*scores)[N_TILES][2], const Queries &q,
+                                            const ValueScales &scales) const {
+    float highest[2 * N_TILES], largest[VALUE_GROUPS];
+    highest_of(highest, scores, q);
+    largest_scales(largest, scales);
     bool higher = false;
 #pragma unroll
     for (int g = 0; g < VALUE_GROUPS; g++)
-      higher = higher || largest_scale[g] >= power_of_two(value_exponent[g] + 1);
+      higher = higher || largest[g] >= power_of_two(value_exponent[g] + 1);
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) higher = higher || highest[j] > maximum[j];
-    if (!__any_sync(~0u, higher)) return;
+    return higher;
+  }
+
+  // Moves maxima (whole log2 units) and the exponents of V's scales up to this step's. A barrier.
+  __device__ __forceinline__ void raise(const float (*scores)[N_TILES][2], const Queries &q,
+                                        uint32 scales_at, uint32 shared, const Addresses &where) {
+    ValueScales scales;
+    scales.load(scales_at + where.value_scales);
+    float highest[2 * N_TILES], largest_scale[VALUE_GROUPS];
+    highest_of(highest, scores, q);
+    largest_scales(largest_scale, scales);
+    const int lane = threadIdx.x & 31, c = lane & 3, warp = threadIdx.x >> 5;
+    const uint32 raised = shared + RAISED_AT;
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      float top = highest[j];
+#pragma unroll
+      for (int distance = NEXT_ROW; distance < 32; distance *= 2)
+        top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+      if (lane < NEXT_ROW) {
+        store_float_shared(raised + (warp * RAISED_WORDS + j / 2 * 8 + 2 * c + j % 2) * 4, top);
+      }
+    }
+#pragma unroll
+    for (int g = 0; g < VALUE_GROUPS; g++) {
+      float largest = largest_scale[g] == infinity() ? largest_finite(scales, g) : largest_scale[g];
+#pragma unroll
+      for (int distance = NEXT_ROW; distance < 32; distance *= 2)
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+      if (lane == 0) store_float_shared(raised + (warp * RAISED_WORDS + COLUMNS + g) * 4, largest);
+    }
+    synchronize_warps();
     const bool first = value_exponent[0] == NO_VALUES; // nothing to rescale
+    const auto largest_of_block = [&](int word) {
+      float largest = load_float_shared(raised + word * 4);
+#pragma unroll
+      for (int w = 1; w < WARPS; w++)
+        largest = fmaxf(largest, load_float_shared(raised + (w * RAISED_WORDS + word) * 4));
+      return largest;
+    };
     float value_factor[VALUE_GROUPS];
 #pragma unroll
     for (int g = 0; g < VALUE_GROUPS; g++) {
-      int exponent = max(exponent_of(largest_scale[g]), -100);
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2)
-        exponent = max(exponent, __shfl_xor_sync(~0u, exponent, distance));
+      const int exponent = max(exponent_of(largest_of_block(COLUMNS + g)), -100);
       const int before = value_exponent[g];
       if (exponent > before) value_exponent[g] = exponent + VALUE_HEADROOM;
       value_factor[g] = rescale_factor(static_cast<float>(before - value_exponent[g]));
     }
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
-      float top = highest[j];
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2)
-        top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+      float top = largest_of_block(j / 2 * 8 + 2 * c % USED + j % 2);
       top = top <= maximum[j] ? maximum[j] : ceilf(top) + HEADROOM;
       const float factor = maximum[j] == top ? 1.0f : rescale_factor(maximum[j] - top);
       maximum[j] = top;
       if (first) continue;
-      sum[j] *= factor;
 #pragma unroll
-      for (int g = 0; g < VALUE_GROUPS; g++) {
-        bias[g][j] *= factor;
-        const float out_factor = factor * value_factor[g];
+      for (int set = 0; set < SETS; set++) {
+        sum[set][j] *= factor;
 #pragma unroll
-        for (int i = g * VALUE_GROUP / 16; i < (g + 1) * VALUE_GROUP / 16; i++) {
+        for (int g = 0; g < VALUE_GROUPS; g++) bias[g][set][j] *= factor;
+      }
+#pragma unroll
+      for (int piece = 0; piece < WARP_PIECES; piece++) {
+        const float out_factor =
+            factor * of_group(value_factor, group_of_piece(where.dim_warp, piece));
+#pragma unroll
+        for (int i = piece * PIECE_SUMS; i < (piece + 1) * PIECE_SUMS; i++) {
           out[i][j / 2][j % 2] *= out_factor;
           out[i][j / 2][2 + j % 2] *= out_factor;
         }
       }
     }
   }
-
-  // first_row_token: of the half's row lane/4.
-  template <bool MASKED>
-  __device__ __forceinline__ void add_values(const float (*weights)[4], const ValueScales &scales,
-                                             const ValueScales &biases, uint32 stage, int half,
-                                             int first_row_token, const int *visible,
-                                             const Addresses &where) {
-    const int lane = threadIdx.x & 31, c = lane & 3, r = lane >> 2;
-    uint32 p[N_TILES][2];
-    uint32 words[4] = {0, 0, 0, 0};
-    constexpr int RUN_BITS = VALUE_LANE_DIMS * VALUE_BITS, RUN_WORDS = (RUN_BITS + 31) / 32;
-    uint32 run[4][RUN_WORDS];
+  // An element by an index that only the running kernel knows.
+  template <class T>
+  static __device__ __forceinline__ T of_group(const T *values, int group) {
+    T value = values[0];
 #pragma unroll
-    for (int span = 0; span < SPANS; span++) {
-      const int group = span * VALUE_SPAN / VALUE_GROUP;
-      if (span * VALUE_SPAN % VALUE_GROUP == 0) {
-        const float grow = power_of_two(14 - value_exponent[group]);
-        const float row_scales[2] = {scales.at(half, 0, group) * grow,
-                                     scales.at(half, 1, group) * grow};
+    for (int g = 1; g < VALUE_GROUPS; g++) value = group == g ? values[g] : value;
+    return value;
+  }
+
+  // The weights of the lane's tokens; those times V's scales go to the block. first: the first token.
+  template <bool MASKED>
+  __device__ __forceinline__ void weigh(float (*weights)[N_TILES][2],
+                                        const float (*scores)[N_TILES][2], const Queries &q,
+                                        uint32 scales_at, uint32 shared, uint32 weights_at, int first,
+                                        const Addresses &where) const {
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      const float base = maximum[j] == -infinity() ? 0.0f : maximum[j];
+#pragma unroll
+      for (int i = 0; i < KEPT; i++) {
+        const float score = scores[i][j / 2][j % 2];
+        weights[i][j / 2][j % 2] =
+            exp2_fast(ROUND_SCORES ? score - base : fmaf(score, q.unit[j], -base));
+      }
+    }
+    int visible[2 * N_TILES];
+    if constexpr (MASKED) Queries::load_visible(visible, shared);
+    ValueScales scales;
+    scales.load(scales_at + where.value_scales);
+#pragma unroll
+    for (int g = 0; g < VALUE_GROUPS; g++) {
+      const float grow = power_of_two(14 - value_exponent[g]);
+      uint32 words[N_TILES][KEPT];
+#pragma unroll
+      for (int i = 0; i < KEPT; i++) {
+        const float scale = scales.at(i, g) * grow;
 #pragma unroll
         for (int n = 0; n < N_TILES; n++) {
-          float scaled[4];
+          float scaled[2];
 #pragma unroll
-          for (int j = 0; j < 4; j++) {
-            const float scale = row_scales[j / 2];
-            const float value_bias = biases.at(half, j / 2, group);
-            float &column_bias = bias[group][2 * n + j % 2];
+          for (int j = 0; j < 2; j++) {
+            scaled[j] = weights[i][n][j] * scale;
             if constexpr (MASKED) { // a scale that this row may not see may be NaN
-              const bool seen = first_row_token + j / 2 < visible[2 * n + j % 2];
-              scaled[j] = seen ? weights[n][j] * scale : 0.0f;
-              column_bias = seen ? fmaf(weights[n][j], value_bias, column_bias) : column_bias;
-            } else {
-              scaled[j] = weights[n][j] * scale;
-              column_bias = fmaf(weights[n][j], value_bias, column_bias);
+              if (first + i >= visible[2 * n + j]) scaled[j] = 0.0f;
             }
           }
-          p[n][0] = transpose_8x8(pack_f16(scaled[0], scaled[1]));
-          p[n][1] = transpose_8x8(pack_f16(scaled[2], scaled[3]));
+          words[n][i] = pack_f16(scaled[0], scaled[1]);
         }
       }
-      if constexpr (Values::BY_UNITS) {
-        if (span % 2 == 0) {
-          const uint32 address =
-              stage + where.values + half * 16 * VALUE_ROW + ((span << 4) ^ where.value_swizzle);
-          if (span + 1 < SPANS) {
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++) {
+        const uint32 to = where.store_weights + weights_at + g * WEIGHT_GROUP_BYTES +
+                          n * 8 * WEIGHT_ROW_BYTES;
+        if constexpr (KEPT == 4) {
+          store_transposed_4(to, words[n]);
+        } else if constexpr (KEPT == 2) {
+          store_transposed_2(to, words[n]);
+        } else {
+          store_transposed_1(to, words[n]);
+        }
+      }
+    }
+  }
+
+  // Adds the lane's weights, and their products with V's biases.
+  template <bool MASKED>
+  __device__ __forceinline__ void add_weights(const float (*weights)[N_TILES][2], uint32 scales_at,
+                                              uint32 shared, int first, const Addresses &where) {
+    ValueScales biases;
+    biases.load(scales_at + where.value_scales + VALUE_SCALE_BYTES);
+    int visible[2 * N_TILES];
+    if constexpr (MASKED) Queries::load_visible(visible, shared);
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) {
+#pragma unroll
+      for (int i = 0; i < KEPT; i++) {
+        const float weight = weights[i][j / 2][j % 2];
+        sum[i / SET_TOKENS][j] += weight;
+        const bool seen = !MASKED || first + i < visible[j];
+#pragma unroll
+        for (int g = 0; g < VALUE_GROUPS; g++) {
+          float &column_bias = bias[g][i / SET_TOKENS][j];
+          column_bias = seen ? fmaf(weight, biases.at(i, g), column_bias) : column_bias;
+        }
+      }
+    }
+  }
+
+  // Adds the step's values to this warp's part of the output.
+  __device__ __forceinline__ void add_values(uint32 stage, uint32 weights_at, const Addresses &where) {
+    constexpr int BATCH = VALUE_HALVES % 2 == 0 ? 2 : 1; // halves at once
+#pragma unroll
+    for (int first = 0; first < VALUE_HALVES; first += BATCH) {
+      uint32 weights[N_TILES][4];
+#pragma unroll
+      for (int piece = 0; piece < WARP_PIECES; piece++) {
+        if (begins_group(piece)) {
+          const uint32 from =
+              where.load_weights + weights_at + first * 32 +
+              (ONE_GROUP ? 0 : group_of_piece(where.dim_warp, piece) * WEIGHT_GROUP_BYTES);
+#pragma unroll
+          for (int n = 0; n < N_TILES; n++) {
+            const uint32 row = from + n * 8 * WEIGHT_ROW_BYTES;
+            if constexpr (BATCH == 2) {
+              load_matrices_4(weights[n], row);
+            } else {
+              load_matrices_2(weights[n], row);
+            }
+          }
+        }
+        uint32 words[4];
+        if constexpr (Values::BY_UNITS) {
+          static_assert(BATCH == 2 || HALVES == 1);
+          const uint32 address = stage + where.values.at(piece) + first / HALVES * OWN_BYTES;
+          if constexpr (BATCH == 2) {
             load_transposed_4(words, address);
           } else {
             load_transposed_2(words, address);
           }
         }
-      } else {
 #pragma unroll
-        for (int i = 0; i < 4; i++) {
-          const int slot = Values::slot_of_row(half, 2 * c + i % 2 + i / 2 * 8);
-          load_run<RUN_BITS, RUN_BITS % 32 == 0>(run[i], stage + VALUES_AT + slot * VALUE_ROW,
-                                                 span * VALUE_SPAN * VALUE_BITS + r * RUN_BITS);
-        }
-      }
+        for (int h = 0; h < BATCH; h++) {
+          constexpr int RUN_BITS = PIECE_LANE_DIMS * VALUE_BITS, RUN_WORDS = (RUN_BITS + 31) / 32;
+          uint32 run[4][RUN_WORDS];
+          if constexpr (!Values::BY_UNITS) load_runs(run, stage, first + h, piece, where);
 #pragma unroll
-      for (int i = 0; i < SPAN_SUMS; i++) {
-        uint32 a[4];
-        if constexpr (Values::BY_UNITS) {
-          const uint32 *pair = words + span % 2 * 2;
-          a[0] = unit_field<VALUE_BITS>(pair[0], 2 * i);
-          a[1] = unit_field<VALUE_BITS>(pair[0], 2 * i + 1);
-          a[2] = unit_field<VALUE_BITS>(pair[1], 2 * i);
-          a[3] = unit_field<VALUE_BITS>(pair[1], 2 * i + 1);
-        } else {
+          for (int i = 0; i < PIECE_SUMS; i++) {
+            uint32 a[4];
+            if constexpr (Values::BY_UNITS) {
+              const uint32 *pair = words + h * 2;
+              a[0] = unit_field<VALUE_BITS>(pair[0], 2 * i);
+              a[1] = unit_field<VALUE_BITS>(pair[0], 2 * i + 1);
+              a[2] = unit_field<VALUE_BITS>(pair[1], 2 * i);
+              a[3] = unit_field<VALUE_BITS>(pair[1], 2 * i + 1);
+            } else {
 #pragma unroll
-          for (int j = 0; j < 4; j++) {
-            const int bit = (2 * i + j % 2) * VALUE_BITS;
-            a[j] = run_field<VALUE_BITS>(run[j / 2 * 2], bit, run[j / 2 * 2 + 1], bit);
+              for (int j = 0; j < 4; j++) {
+                const int bit = (2 * i + j % 2) * VALUE_BITS;
+                a[j] = run_field<VALUE_BITS>(run[j / 2 * 2], bit, run[j / 2 * 2 + 1], bit);
+              }
+            }
+#pragma unroll
+            for (int n = 0; n < N_TILES; n++)
+              multiply_add(out[piece * PIECE_SUMS + i][n], a, weights[n] + 2 * h);
           }
         }
-#pragma unroll
-        for (int n = 0; n < N_TILES; n++) multiply_add(out[span * SPAN_SUMS + i][n], a, p[n]);
       }
+    }
+  }
+  template <int RUN_WORDS>
+  static __device__ __forceinline__ void load_runs(uint32 (*run)[RUN_WORDS], uint32 stage, int half,
+                                                   int piece, const Addresses &where) {
+    constexpr int RUN_BITS = PIECE_LANE_DIMS * VALUE_BITS;
+    const int lane = threadIdx.x & 31, c = lane & 3, r = lane >> 2;
+    const int index = where.dim_warp * WARP_PIECES + piece;
+    const int bit = (index / SPAN_PARTS * VALUE_SPAN + index % SPAN_PARTS * PIECE_LANE_DIMS +
+                     r * VALUE_LANE_DIMS) * VALUE_BITS;
+    const int at = (threadIdx.x >> 5) / DIM_WARPS * VALUE_HALVES + half;
+    const uint32 tile = stage + VALUES_AT + at / HALVES * OWN_BYTES;
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+      const int token = token_of_row(at % HALVES, 2 * c + i % 2 + i / 2 * 8);
+      load_run<RUN_BITS, RUN_BITS % 32 == 0>(run[i], tile + token * VALUE_ROW, bit);
     }
   }
 
   // A score of -inf would weigh nothing, but is NaN where a key's scale or bias is not finite.
-  static __device__ __forceinline__ bool may_be_minus_infinity(
-      const float (*scores)[N_TILES][4]) {
+  static __device__ __forceinline__ bool may_be_minus_infinity(const float (*scores)[N_TILES][2]) {
     float lowest = scores[0][0][0];
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) {
+    for (int i = 0; i < LANE_TOKENS; i++) {
 #pragma unroll
-      for (int n = 0; n < N_TILES; n++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) lowest = fminf(lowest, scores[h][n][j]);
-      }
+      for (int n = 0; n < N_TILES; n++)
+        lowest = fminf(lowest, fminf(scores[i][n][0], scores[i][n][1]));
     }
     return lowest == -infinity();
   }
-  static __device__ __forceinline__ void poison(float (*scores)[N_TILES][4],
+  static __device__ __forceinline__ void poison(float (*scores)[N_TILES][2],
                                                 const KeyScales &scales, const KeyScales &biases) {
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) {
+    for (int i = 0; i < LANE_TOKENS; i++) {
+      float nothing = 0; // or NaN
 #pragma unroll
-      for (int i = 0; i < 2; i++) {
-        float nothing = 0; // or NaN
+      for (int g = 0; g < LANE_GROUPS; g++)
+        nothing = fmaf(scales.at(i, g), 0.0f, fmaf(biases.at(i, g), 0.0f, nothing));
 #pragma unroll
-        for (int g = 0; g < KEY_GROUPS; g++)
-          nothing = fmaf(scales.at(h, i, g), 0.0f, fmaf(biases.at(h, i, g), 0.0f, nothing));
-#pragma unroll
-        for (int n = 0; n < N_TILES; n++) {
-          scores[h][n][2 * i] += nothing;
-          scores[h][n][2 * i + 1] += nothing;
-        }
+      for (int n = 0; n < N_TILES; n++) {
+        scores[i][n][0] += nothing;
+        scores[i][n][1] += nothing;
       }
     }
   }
   static __device__ __forceinline__ float largest_finite(const ValueScales &scales, int group) {
     float largest = 0;
 #pragma unroll
-    for (int h = 0; h < HALVES; h++) {
-#pragma unroll
-      for (int i = 0; i < 2; i++) {
-        const float scale = fabsf(scales.at(h, i, group));
-        largest = fmaxf(largest, scale == infinity() ? 0.0f : scale);
-      }
+    for (int i = 0; i < KEPT; i++) {
+      const float scale = fabsf(scales.at(i, group));
+      largest = fmaxf(largest, scale == infinity() ? 0.0f : scale);
     }
     return largest;
   }
 
+  // The scores of the tokens that the lane keeps.
   template <bool MASKED>
-  __device__ __forceinline__ void add_tile(const Queries &q, uint32 stage, uint32 queries,
-                                           int first_token, const Addresses &where) {
-    const int lane_token = first_token + (threadIdx.x >> 2 & 7) * LANE_TOKENS;
-    float scores[HALVES][N_TILES][4];
-    float highest[2 * N_TILES];
+  __device__ __forceinline__ void score_tile(float (*scores)[N_TILES][2], const Queries &q,
+                                             uint32 stage, uint32 shared, int first,
+                                             const Addresses &where) const {
+    float parts[LANE_TOKENS][N_TILES][2];
+    KeyScales scales, biases;
+    scales.load(stage + where.key_scales + KEY_SCALES_AT);
+    biases.load(stage + where.key_scales + KEY_BIASES_AT);
+    score(parts, q, scales, biases, stage, shared + QUERIES_AT, where);
+    if (MASKED || may_be_minus_infinity(parts)) poison(parts, scales, biases);
+    add_parts(scores, parts);
+    int visible[2 * N_TILES];
+    if constexpr (MASKED) Queries::load_visible(visible, shared);
 #pragma unroll
-    for (int j = 0; j < 2 * N_TILES; j++) highest[j] = -infinity();
-    {
-      KeyScales scales, biases;
-      scales.load(stage + KEY_SCALES_AT);
-      biases.load(stage + KEY_BIASES_AT);
-      score(scores, q, scales, biases, stage, queries, where);
-      if (MASKED || may_be_minus_infinity(scores)) poison(scores, scales, biases);
+    for (int i = 0; i < KEPT; i++) {
 #pragma unroll
-      for (int h = 0; h < HALVES; h++) {
-#pragma unroll
-        for (int n = 0; n < N_TILES; n++) {
-#pragma unroll
-          for (int j = 0; j < 4; j++) {
-            float &score = scores[h][n][j];
-            if constexpr (ROUND_SCORES) {
-              score = round_to<QUERY_TYPE>(score * q.unit[2 * n + j % 2]) * 1.44269504088896341f;
-            }
-            if constexpr (MASKED) {
-              if (lane_token + 2 * h + j / 2 >= q.visible[2 * n + j % 2]) score = -infinity();
-            }
-            highest[2 * n + j % 2] = fmaxf(highest[2 * n + j % 2], score);
-          }
+      for (int j = 0; j < 2 * N_TILES; j++) {
+        float &score = scores[i][j / 2][j % 2];
+        if constexpr (ROUND_SCORES) {
+          score = round_to<QUERY_TYPE>(score * q.unit[j]) * 1.44269504088896341f;
         }
-      }
-    }
-    ValueScales scales, biases;
-    scales.load(stage + VALUE_SCALES_AT);
-    biases.load(stage + VALUE_BIASES_AT);
-    float largest_scale[VALUE_GROUPS];
-#pragma unroll
-    for (int g = 0; g < VALUE_GROUPS; g++) {
-      largest_scale[g] = 0;
-#pragma unroll
-      for (int h = 0; h < HALVES; h++) {
-#pragma unroll
-        for (int i = 0; i < 2; i++)
-          largest_scale[g] = fmaxf(largest_scale[g], fabsf(scales.at(h, i, g)));
-      }
-      if (largest_scale[g] == infinity()) largest_scale[g] = largest_finite(scales, g);
-    }
-    if constexpr (!ROUND_SCORES) {
-#pragma unroll
-      for (int j = 0; j < 2 * N_TILES; j++) highest[j] *= q.unit[j];
-    }
-    raise(highest, largest_scale);
-    float base[2 * N_TILES];
-#pragma unroll
-    for (int j = 0; j < 2 * N_TILES; j++) base[j] = maximum[j] == -infinity() ? 0.0f : maximum[j];
-#pragma unroll
-    for (int h = 0; h < HALVES; h++) {
-#pragma unroll
-      for (int n = 0; n < N_TILES; n++) {
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const int column = 2 * n + j % 2;
-          const float score = scores[h][n][j];
-          scores[h][n][j] = exp2_fast(ROUND_SCORES ? score - base[column]
-                                                   : fmaf(score, q.unit[column], -base[column]));
-          sum[column] += scores[h][n][j];
-        }
-      }
-      add_values<MASKED>(scores[h], scales, biases, stage, h, lane_token + 2 * h, q.visible, where);
-    }
-  }
-
-  // Hands the leaf to the block, in units of 2^maximum.
-  __device__ __forceinline__ void publish(uint32 exchange, uint32 statistics, int warp, int rows) {
-    const int lane = threadIdx.x & 31, c = lane & 3, r = lane >> 2;
-#pragma unroll
-    for (int j = 0; j < 2 * N_TILES; j++) {
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        sum[j] += __shfl_xor_sync(~0u, sum[j], distance);
-#pragma unroll
-        for (int g = 0; g < VALUE_GROUPS; g++)
-          bias[g][j] += __shfl_xor_sync(~0u, bias[g][j], distance);
-      }
-    }
-#pragma unroll
-    for (int j = 0; j < 2 * N_TILES; j++) {
-      const int column = j / 2 * 8 + 2 * c + j % 2;
-      if (column >= rows) continue;
-      if (r == 0) {
-        const uint32 at = statistics + (warp * COLUMNS + column) * 4;
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(at), "f"(maximum[j]) : "memory");
-        asm volatile("st.shared.f32 [%0], %1;" ::"r"(at + WARPS * COLUMNS * 4), "f"(sum[j])
-                     : "memory");
-      }
-      const uint32 row = exchange + (warp * ROWS + column) * EXCHANGE_ROW * 4;
-#pragma unroll
-      for (int span = 0; span < SPANS; span++) {
-        const float span_bias = bias[span * VALUE_SPAN / VALUE_GROUP][j];
-        const float unit = power_of_two(max(value_exponent[span * VALUE_SPAN / VALUE_GROUP], -100));
-#pragma unroll
-        for (int i = 0; i < SPAN_SUMS; i += 2) {
-          float values[4];
-#pragma unroll
-          for (int k = 0; k < 4; k++) {
-            if (i + k / 2 >= SPAN_SUMS) break;
-            const float part = out[span * SPAN_SUMS + i + k / 2][j / 2][k % 2 * 2 + j % 2];
-            // In two steps: the product of both powers may leave the range of f32.
-            values[k] = fmaf(part * power_of_two(10 - value_position(2 * i + k)), unit, span_bias);
-          }
-          const uint32 to = row + (span * VALUE_SPAN + r * VALUE_LANE_DIMS + 2 * i) * 4;
-          if (i + 1 < SPAN_SUMS) {
-            asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(to), "f"(values[0]),
-                         "f"(values[1]), "f"(values[2]), "f"(values[3])
-                         : "memory");
-          } else {
-            asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(to), "f"(values[0]),
-                         "f"(values[1])
-                         : "memory");
-          }
+        if constexpr (MASKED) {
+          if (first + i >= visible[j]) score = -infinity();
         }
       }
     }
   }
 };
 
-// ---- A block of tokens from its leaves, and subtrees of blocks -------------------------------------
+// A step of tokens, between its scores and its values.
+struct Step {
+  uint32 stage, scales_at; // where its copies are
+  uint32 weights_at;       // 0 or WEIGHT_STEP_BYTES
+  int first;               // the lane's first token
+  float scores[KEPT][N_TILES][2], weights[KEPT][N_TILES][2]; // of the tokens that the lane keeps
 
-// The quads of output elements that a thread keeps, one after the other over all rows.
-constexpr int QUADS = VALUE_DIM / 4;
-constexpr int THREAD_QUADS = (ROWS * QUADS + WARPS * 32 - 1) / (WARPS * 32);
+  template <bool MASKED>
+  __device__ __forceinline__ void score(const Leaf &leaf, const Queries &q, uint32 shared,
+                                        const Addresses &where) {
+    leaf.score_tile<MASKED>(scores, q, stage, shared, first, where);
+  }
+  template <bool MASKED>
+  __device__ __forceinline__ void weigh(const Leaf &leaf, const Queries &q, uint32 shared,
+                                        const Addresses &where) {
+    leaf.weigh<MASKED>(weights, scores, q, scales_at, shared, weights_at, first, where);
+  }
+  template <bool MASKED>
+  __device__ __forceinline__ void add_to(Leaf &leaf, uint32 shared, const Addresses &where) const {
+    leaf.add_weights<MASKED>(weights, scales_at, shared, first, where);
+    leaf.add_values(stage, weights_at, where);
+  }
+  __device__ __forceinline__ bool raises(const Leaf &leaf, const Queries &q,
+                                         const Addresses &where) const {
+    ValueScales scales;
+    scales.load(scales_at + where.value_scales);
+    return leaf.is_higher(scores, q, scales);
+  }
+};
 
-// A subtree's sums, for this thread's quads; each thread keeps its rows' statistics as well.
+// ---- Subtrees of leaves ----------------------------------------------------------------------------
+
+// A warp holds its elements of a subtree's sums as the products leave them: columns 2 * (lane % 4)
+// and the next, the pieces' elements of row lane / 4.
 struct Subtree {
-  float4 out[THREAD_QUADS];
-  float maximum[THREAD_QUADS], sum[THREAD_QUADS];
+  float out[SUMS][N_TILES][4];
+  float maximum[2 * N_TILES], sum[2 * N_TILES];
 };
-
-__device__ __forceinline__ float4 times(float4 x, float factor) {
-  return make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
-}
-__device__ __forceinline__ float4 add(float4 x, float4 y) {
-  return make_float4(x.x + y.x, x.y + y.y, x.z + y.z, x.w + y.w);
-}
 
 struct Combiner {
-  char *shared;
+  uint32 shared;
   int rows;     // of this tile of query rows
-  uint32 valid; // bit i: a subtree of 2^i blocks waits for its right neighbour
+  uint32 valid; // bit i: a subtree of 2^i leaves waits for its right neighbour
 
-  __device__ __forceinline__ bool mine(int i) const {
-    return static_cast<int>(threadIdx.x) + i * WARPS * 32 < rows * QUADS;
-  }
-  __device__ __forceinline__ int row_of(int i) const {
-    return (static_cast<int>(threadIdx.x) + i * WARPS * 32) / QUADS;
-  }
-  __device__ __forceinline__ int quad_of(int i) const {
-    return (static_cast<int>(threadIdx.x) + i * WARPS * 32) % QUADS;
+  // Lanes of columns that no query row uses keep nothing.
+  static constexpr int COLUMN_LANES = ROWS <= 2 ? 1 : ROWS <= 4 ? 2 : 4;
+  static constexpr int KEEPERS = DIM_WARPS * 8 * COLUMN_LANES; // threads
+  static constexpr int CHUNKS = SUMS * N_TILES + N_TILES;      // of 16 bytes, of a thread
+  static constexpr int EXCHANGE_BYTES = (TOKEN_WARPS - 1) * DIM_WARPS * 32 * SUMS * N_TILES * 16;
+  static constexpr int WAITING_AT = EXCHANGE_AT + EXCHANGE_BYTES;
+  static constexpr int SHARED_BYTES = WAITING_AT + LEVELS * KEEPERS * CHUNKS * 16;
+
+  __device__ __forceinline__ static bool keeps() {
+    return (threadIdx.x & 3) < COLUMN_LANES && (TOKEN_WARPS == 1 || threadIdx.x < DIM_WARPS * 32);
   }
 
-  __device__ __forceinline__ void leaves(Subtree &block) const {
-    const float *exchange = reinterpret_cast<const float *>(shared + EXCHANGE_AT);
-    const float *maxima = reinterpret_cast<const float *>(shared + STATISTICS_AT);
-    const float *sums = maxima + WARPS * COLUMNS;
+  // The leaf as a subtree. A barrier.
+  __device__ __forceinline__ void take_leaf(Subtree &tree, const Leaf &leaf, int dim_warp) const {
+    const int lane = threadIdx.x & 31, c = lane & 3, warp = threadIdx.x >> 5;
+    const uint32 sums = shared + SUMS_AT;
 #pragma unroll
-    for (int i = 0; i < THREAD_QUADS; i++) {
-      if (!mine(i)) continue;
-      const int row = row_of(i);
-      float maximum = maxima[row], factor[WARPS];
+    for (int g = 0; g <= VALUE_GROUPS; g++) {
 #pragma unroll
-      for (int w = 1; w < WARPS; w++) maximum = fmaxf(maximum, maxima[w * COLUMNS + row]);
-      float4 part[WARPS];
-      float sum[WARPS];
+      for (int n = 0; n < N_TILES; n++) {
+        float pair[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          const auto of_set = [&](int set) {
+            return g < VALUE_GROUPS ? leaf.bias[g][set][2 * n + j] : leaf.sum[set][2 * n + j];
+          };
+          pair[j] = SETS == 1 ? of_set(0) : of_set(0) + of_set(SETS - 1);
+#pragma unroll
+          for (int distance = NEXT_ROW; distance < 32; distance *= 2)
+            pair[j] += __shfl_xor_sync(~0u, pair[j], distance);
+        }
+        if (lane < NEXT_ROW) {
+          asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(
+                           sums + (warp * SUMS_WORDS + g * COLUMNS + n * 8 + 2 * c) * 4),
+                       "f"(pair[0]), "f"(pair[1])
+                       : "memory");
+        }
+      }
+    }
+    if constexpr (TOKEN_WARPS > 1) {
+      if (warp >= DIM_WARPS) {
+#pragma unroll
+        for (int i = 0; i < SUMS * N_TILES; i++) {
+          store_floats_4(shared + EXCHANGE_AT + ((warp - DIM_WARPS) * SUMS * N_TILES + i) * 512 +
+                             lane * 16,
+                         leaf.out[i / N_TILES][i % N_TILES]);
+        }
+      }
+    }
+    synchronize_warps();
+    const auto total = [&](float *pair, int row, int n) {
+      float parts[WARPS][2];
 #pragma unroll
       for (int w = 0; w < WARPS; w++) {
-        factor[w] = rescale_factor(maxima[w * COLUMNS + row] - maximum);
-        const float *values = exchange + (w * ROWS + row) * EXCHANGE_ROW + quad_of(i) * 4;
-        part[w] = times(*reinterpret_cast<const float4 *>(values), factor[w]);
-        sum[w] = sums[w * COLUMNS + row] * factor[w];
+        asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
+                     : "=f"(parts[w][0]), "=f"(parts[w][1])
+                     : "r"(sums + (w * SUMS_WORDS + row * COLUMNS + n * 8 + 2 * c % USED) * 4));
       }
-      block.out[i] = add(add(part[0], part[1]), add(part[2], part[3]));
-      block.sum[i] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
-      block.maximum[i] = maximum;
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        pair[j] = (parts[0][j] + parts[1][j]) + (parts[2][j] + parts[3][j]);
+    };
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) total(tree.sum + 2 * n, VALUE_GROUPS, n);
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) tree.maximum[j] = leaf.maximum[j];
+    float bias[2 * N_TILES], unit = 0;
+#pragma unroll
+    for (int piece = 0; piece < WARP_PIECES; piece++) {
+      if (begins_group(piece)) {
+        const int group = group_of_piece(dim_warp, piece);
+        unit = power_of_two(max(Leaf::of_group(leaf.value_exponent, group), -100));
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++) total(bias + 2 * n, group, n);
+      }
+#pragma unroll
+      for (int i = 0; i < PIECE_SUMS; i++) {
+#pragma unroll
+        for (int n = 0; n < N_TILES; n++) {
+          float parts[4];
+#pragma unroll
+          for (int k = 0; k < 4; k++) parts[k] = leaf.out[piece * PIECE_SUMS + i][n][k];
+          if constexpr (TOKEN_WARPS > 1) {
+#pragma unroll
+            for (int other = 0; other < TOKEN_WARPS - 1; other++) {
+              if (warp >= DIM_WARPS) break;
+              float more[4];
+              load_floats_4(more, shared + EXCHANGE_AT +
+                                      (((other * DIM_WARPS + warp) * SUMS + piece * PIECE_SUMS + i) *
+                                           N_TILES + n) * 512 + lane * 16);
+#pragma unroll
+              for (int k = 0; k < 4; k++) parts[k] += more[k];
+            }
+          }
+#pragma unroll
+          for (int k = 0; k < 4; k++) {
+            // In two steps: the product of both powers may leave the range of f32.
+            tree.out[piece * PIECE_SUMS + i][n][k] =
+                fmaf(parts[k] * power_of_two(10 - value_position(2 * i + k / 2)), unit,
+                     bias[2 * n + k % 2]);
+          }
+        }
+      }
     }
   }
 
-  __device__ __forceinline__ float *waiting(int level, int row) const {
-    return reinterpret_cast<float *>(shared + WAITING_AT) + (level * ROWS + row) * EXCHANGE_ROW;
+  __device__ __forceinline__ uint32 waiting(int level, int chunk) const {
+    const int lane = threadIdx.x & 31;
+    const int keeper = ((threadIdx.x >> 5) * 8 + (lane >> 2)) * COLUMN_LANES + (lane & 3);
+    return shared + WAITING_AT + ((level * CHUNKS + chunk) * KEEPERS + keeper) * 16;
   }
+  // A thread reads only what it wrote itself.
   __device__ __forceinline__ void keep(const Subtree &tree, int level) {
     valid |= 1u << level;
+    if (!keeps()) return;
 #pragma unroll
-    for (int i = 0; i < THREAD_QUADS; i++) {
-      if (!mine(i)) continue;
-      float *row = waiting(level, row_of(i));
-      *reinterpret_cast<float4 *>(row + quad_of(i) * 4) = tree.out[i];
-      // Each of a row's threads writes the same here, and reads its own writing.
-      *reinterpret_cast<float2 *>(row + VALUE_DIM) = make_float2(tree.maximum[i], tree.sum[i]);
+    for (int i = 0; i < SUMS * N_TILES; i++)
+      store_floats_4(waiting(level, i), tree.out[i / N_TILES][i % N_TILES]);
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      const float statistics[4] = {tree.maximum[2 * n], tree.maximum[2 * n + 1], tree.sum[2 * n],
+                                   tree.sum[2 * n + 1]};
+      store_floats_4(waiting(level, SUMS * N_TILES + n), statistics);
     }
   }
   __device__ __forceinline__ void take(Subtree &tree, int level) const {
+    if (!keeps()) return;
 #pragma unroll
-    for (int i = 0; i < THREAD_QUADS; i++) {
-      if (!mine(i)) continue;
-      const float *row = waiting(level, row_of(i));
-      tree.out[i] = *reinterpret_cast<const float4 *>(row + quad_of(i) * 4);
-      tree.maximum[i] = row[VALUE_DIM];
-      tree.sum[i] = row[VALUE_DIM + 1];
+    for (int i = 0; i < SUMS * N_TILES; i++)
+      load_floats_4(tree.out[i / N_TILES][i % N_TILES], waiting(level, i));
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      float statistics[4];
+      load_floats_4(statistics, waiting(level, SUMS * N_TILES + n));
+      tree.maximum[2 * n] = statistics[0];
+      tree.maximum[2 * n + 1] = statistics[1];
+      tree.sum[2 * n] = statistics[2];
+      tree.sum[2 * n + 1] = statistics[3];
     }
   }
   // right becomes left + right.
   __device__ __forceinline__ void join(const Subtree &left, Subtree &right) const {
 #pragma unroll
-    for (int i = 0; i < THREAD_QUADS; i++) {
-      if (!mine(i)) continue;
-      const float maximum = fmaxf(left.maximum[i], right.maximum[i]);
-      const float left_factor = rescale_factor(left.maximum[i] - maximum);
-      const float right_factor = rescale_factor(right.maximum[i] - maximum);
-      right.out[i] = add(times(left.out[i], left_factor), times(right.out[i], right_factor));
-      right.sum[i] = left.sum[i] * left_factor + right.sum[i] * right_factor;
-      right.maximum[i] = maximum;
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      const float maximum = fmaxf(left.maximum[j], right.maximum[j]);
+      const float left_factor = rescale_factor(left.maximum[j] - maximum);
+      const float right_factor = rescale_factor(right.maximum[j] - maximum);
+      right.sum[j] = left.sum[j] * left_factor + right.sum[j] * right_factor;
+      right.maximum[j] = maximum;
+#pragma unroll
+      for (int i = 0; i < SUMS; i++) {
+#pragma unroll
+        for (int k = j % 2; k < 4; k += 2) {
+          right.out[i][j / 2][k] =
+              left.out[i][j / 2][k] * left_factor + right.out[i][j / 2][k] * right_factor;
+        }
+      }
     }
   }
-  // To the workspace, as the subtree of 2^level blocks that begins with `block`.
+  // To the workspace, as the subtree that begins with `leaf`.
   __device__ __forceinline__ void write(const Subtree &tree, const nyb_decode_arguments &a,
-                                        int64 pair, int block, int level) const {
-    const int64 slot = pair * a.capacity_blocks + block;
+                                        int64 pair, int leaf) const {
+    const int lane = threadIdx.x & 31, c = lane & 3, r = lane >> 2, warp = threadIdx.x >> 5;
+    const int64 slot = pair * a.capacity_leaves + leaf;
     float *partials = a.partials + slot * COLUMNS * VALUE_DIM;
     float *statistics = a.statistics + slot * NYB_DECODE_STATISTICS(COLUMNS);
 #pragma unroll
-    for (int i = 0; i < THREAD_QUADS; i++) {
-      if (!mine(i)) continue;
-      const int row = row_of(i);
-      *reinterpret_cast<float4 *>(partials + row * VALUE_DIM + quad_of(i) * 4) = tree.out[i];
-      if (quad_of(i) == 0) {
-        statistics[row] = tree.maximum[i];
-        statistics[COLUMNS + row] = tree.sum[i];
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      const int column = j / 2 * 8 + 2 * c + j % 2;
+      if (column >= rows || warp >= DIM_WARPS) continue;
+      if (r == 0 && warp == 0) {
+        statistics[column] = tree.maximum[j];
+        statistics[COLUMNS + column] = tree.sum[j];
       }
-    }
-    // The other blocks of the subtree have nothing of their own.
-    if (threadIdx.x < 1u << level) {
-      reinterpret_cast<int *>(statistics)[2 * COLUMNS +
-                                          threadIdx.x * NYB_DECODE_STATISTICS(COLUMNS)] =
-          threadIdx.x == 0;
+#pragma unroll
+      for (int piece = 0; piece < WARP_PIECES; piece++) {
+        const int index = warp * WARP_PIECES + piece;
+        float *to = partials + column * VALUE_DIM + index / SPAN_PARTS * VALUE_SPAN +
+                    index % SPAN_PARTS * PIECE_LANE_DIMS + r * VALUE_LANE_DIMS;
+        const float(*sums)[N_TILES][4] = tree.out + piece * PIECE_SUMS;
+#pragma unroll
+        for (int i = 0; i < PIECE_SUMS; i += 2) {
+          if (i + 1 < PIECE_SUMS) {
+            *reinterpret_cast<float4 *>(to + 2 * i) =
+                make_float4(sums[i][j / 2][j % 2], sums[i][j / 2][2 + j % 2],
+                            sums[i + 1][j / 2][j % 2], sums[i + 1][j / 2][2 + j % 2]);
+          } else {
+            *reinterpret_cast<float2 *>(to + 2 * i) =
+                make_float2(sums[i][j / 2][j % 2], sums[i][j / 2][2 + j % 2]);
+          }
+        }
+      }
     }
   }
 
-  // Takes the finished block `block` of a pair; last: this run ends with it, or the pair does.
-  __device__ __forceinline__ void add_block(const nyb_decode_arguments &a, int64 pair, int block,
-                                            bool last) {
-    Subtree tree;
-    leaves(tree);
+  // Takes the finished leaf `leaf` of a pair; last: this run ends with it, or the pair does.
+  __device__ __forceinline__ void add_leaf(Subtree &tree, const nyb_decode_arguments &a, int64 pair,
+                                           int leaf, bool last) {
     int level = 0;
-    while (level < NYB_DECODE_LEVELS && (block >> level & 1) != 0 && (valid >> level & 1) != 0) {
-      Subtree left;
+    while (level < LEVELS && (leaf >> level & 1) != 0 && (valid >> level & 1) != 0) {
+      Subtree left = tree; // where nothing is kept
       take(left, level);
       join(left, tree);
       valid &= ~(1u << level);
       level++;
     }
-    const bool is_left = level < NYB_DECODE_LEVELS && (block >> level & 1) == 0;
+    const bool is_left = level < LEVELS && (leaf >> level & 1) == 0;
     if (is_left && !last) {
       keep(tree, level);
       return;
     }
-    write(tree, a, pair, block >> level << level, level);
+    write(tree, a, pair, leaf >> level << level);
     if (!last) return;
     while (valid != 0) { // each begins right before what has been written
       const int left_level = __ffs(valid) - 1;
-      block = (block >> level << level) - 1;
+      leaf = (leaf >> level << level) - 1;
       level = left_level;
       take(tree, level);
-      write(tree, a, pair, block >> level << level, level);
+      write(tree, a, pair, leaf >> level << level);
       valid &= valid - 1;
     }
   }
 };
+static_assert(Combiner::SHARED_BYTES ==
+              NYB_DECODE_SHARED_BYTES(KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
+                                      VALUE_GROUP, bytes_of(KEY_SCALE_TYPE),
+                                      bytes_of(VALUE_SCALE_TYPE), TILE, STAGES, COLUMNS, ROWS));
+#ifdef HARNESS
+__device__ int harness_shared_bytes = Combiner::SHARED_BYTES, harness_leaf = LEAF;
+#endif
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
+// The leaf's first step.
+template <bool MASKED>
+__device__ __forceinline__ void begin_leaf(Leaf &leaf, Step &step, const Queries &q, uint32 shared,
+                                           const Addresses &where) {
+  step.score<MASKED>(leaf, q, shared, where);
+  leaf.raise(step.scores, q, step.scales_at, shared, where);
+  step.weigh<MASKED>(leaf, q, shared, where);
+  weighed(false);
+}
+// A step is scored and weighed while the one before is summed: neither waits for the other. Where a
+// maximum turns out to have been too low, the weights are worked out once more.
+template <bool MASKED>
+__device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, const Queries &q,
+                                      uint32 shared, const Addresses &where) {
+  before.add_to<MASKED>(leaf, shared, where);
+  step.score<MASKED>(leaf, q, shared, where);
+  const bool raises = step.raises(leaf, q, where);
+  step.weigh<MASKED>(leaf, q, shared, where);
+  if (weighed(raises)) {
+    leaf.raise(step.scores, q, step.scales_at, shared, where);
+    step.weigh<MASKED>(leaf, q, shared, where);
+    synchronize_warps();
+  }
+}
+
+extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
     attention_decode(const __grid_constant__ nyb_decode_arguments a) {
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(128) char shared_memory[];
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
   const int warp = threadIdx.x >> 5;
-  const uint32 shared_address = static_cast<uint32>(__cvta_generic_to_shared(shared));
-  const Problem problem = {&a, a.kv_heads * a.row_tiles};
+  const uint32 shared = static_cast<uint32>(__cvta_generic_to_shared(shared_memory));
+  const Problem problem = {&a};
   const uint32 units = problem.units();
-  const uint32 share = units / gridDim.x, longer = units % gridDim.x;
-  const uint32 begin = share * blockIdx.x + min(longer, blockIdx.x);
-  const uint32 end = begin + share + (blockIdx.x < longer ? 1 : 0);
+  const Runs runs(units, gridDim.x);
+  const uint32 begin = runs.begin_of(blockIdx.x), end = runs.begin_of(blockIdx.x + 1);
   if (begin == end) return;
-
   Position at = problem.find(begin);
-  Producer producer;
-  producer.start(problem, at, end - begin);
-  const uint32 ring = shared_address + warp * STAGES * STAGE_BYTES;
-#pragma unroll
-  for (int stage = 0; stage < STAGES - 1; stage++) producer.queue(ring + stage * STAGE_BYTES);
+  if (warp == WARPS) {
+    copy_all(a, problem, at, end - begin, shared);
+    return;
+  }
 
-  const uint32 queries = shared_address + QUERIES_AT + warp * QUERY_BYTES;
   Addresses where;
-  where.start();
+  where.start(shared);
   Queries q;
   Leaf leaf;
   Combiner combiner;
   combiner.shared = shared;
   combiner.valid = 0;
-  int stage = 0;
+  int stage = 0, scale_stage = 0, buffer = 0;
   bool new_pair = true;
   for (uint32 unit = begin; unit < end; unit++) {
-    if (new_pair) {
-      __syncwarp();
-      q.load(a, at, queries);
-      __syncwarp();
-    }
+    if (new_pair) q.load(a, at, shared);
+    if (unit == begin) first_keys_arrived();
     leaf.clear();
-    const int tiles = tiles_of_leaf(at, warp);
-    int first_token = at.block * BLOCK_TOKENS + warp * LEAF_TOKENS;
-    for (int tile = 0; tile < tiles; tile++, first_token += TILE) {
-      wait_for_copies<STAGES - 2>();
-      __syncwarp();
-      producer.queue(ring + (stage == 0 ? STAGES - 1 : stage - 1) * STAGE_BYTES);
-      const uint32 here = ring + stage * STAGE_BYTES;
-      if (first_token + TILE <= q.visible_to_all) {
-        leaf.add_tile<false>(q, here, queries, first_token, where);
-      } else {
-        leaf.add_tile<true>(q, here, queries, first_token, where);
-      }
-      stage = stage + 1 == STAGES ? 0 : stage + 1;
+    const int steps = steps_of_leaf(at);
+    Step step;
+    const auto enter = [&](int index) {
+      step.stage = shared + stage * STAGE_BYTES;
+      step.scales_at = shared + VALUE_SCALES_AT + scale_stage * SCALE_STAGE_BYTES;
+      step.weights_at = buffer * WEIGHT_STEP_BYTES;
+      step.first = at.leaf * LEAF + index * STEP + warp * TILE + lane_token();
+      stage = next_of<STAGES>(stage);
+      scale_stage = next_of<SCALE_STAGES>(scale_stage);
+      buffer ^= 1;
+    };
+    const auto seen_whole = [&](int index) {
+      return at.leaf * LEAF + (index + 1) * STEP <= q.visible_to_all;
+    };
+    enter(0);
+    if (seen_whole(0)) {
+      begin_leaf<false>(leaf, step, q, shared, where);
+    } else {
+      begin_leaf<true>(leaf, step, q, shared, where);
     }
+    for (int index = 1; index < steps; index++) {
+      Step before = step;
+      enter(index);
+      if (seen_whole(index)) {
+        go_on<false>(leaf, before, step, q, shared, where);
+      } else {
+        go_on<true>(leaf, before, step, q, shared, where);
+      }
+    }
+    step.add_to<true>(leaf, shared, where);
     combiner.rows = min(a.heads_per_kv * a.query_len - at.pair % a.row_tiles * COLUMNS, COLUMNS);
-    __syncthreads(); // the block before has been read
-    leaf.publish(shared_address + EXCHANGE_AT, shared_address + STATISTICS_AT, warp, combiner.rows);
-    __syncthreads();
-    const bool last = unit + 1 == end || at.block + 1 == at.blocks;
-    combiner.add_block(a, static_cast<int64>(at.batch) * problem.pairs + at.pair, at.block, last);
+    Subtree tree;
+    combiner.take_leaf(tree, leaf, where.dim_warp);
+    const bool last = unit + 1 == end || at.leaf + 1 == at.leaves();
+    combiner.add_leaf(tree, a, static_cast<int64>(at.batch) * problem.pairs() + at.pair, at.leaf, last);
     if (unit + 1 < end) problem.advance(at);
     new_pair = last;
   }
-  wait_for_copies<0>();
 }

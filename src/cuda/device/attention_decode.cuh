@@ -1,39 +1,37 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention_decode and attention_merge share.
+// What attention_decode and attention_merge share: which block of threads attends to which leaves,
+// and which subtrees of leaves it leaves in the workspace.
 #pragma once
 
 #include "attention_decode_arguments.h"
 #include "numbers.cuh"
 
-// Four elements of a row's output and its sum of weights, for a subtree of blocks, not divided yet.
-struct SubtreePart {
-  float4 out;
-  float sum;
+__device__ __forceinline__ int length_of(const nyb_decode_arguments &a, int batch) {
+  const int64 length = a.lengths[batch];
+  return static_cast<int>(length < 0 ? 0 : length > a.capacity_tokens ? a.capacity_tokens : length);
+}
+
+// All leaves of all pairs (the host takes another kernel where they are 2^31 or more), dealt out in
+// runs of neighbours, each as long as the next or longer by one.
+struct Runs {
+  uint32 share, longer;
+  __device__ __forceinline__ Runs(uint32 units, uint32 blocks)
+      : share(units / blocks), longer(units % blocks) {}
+  __device__ __forceinline__ uint32 begin_of(uint32 block) const {
+    return share * block + min(longer, block);
+  }
+  // Behind the run that `unit` lies in.
+  __device__ __forceinline__ uint32 end_at(uint32 unit) const {
+    const uint32 long_units = longer * (share + 1);
+    if (unit < long_units) return (unit / (share + 1) + 1) * (share + 1);
+    return long_units + ((unit - long_units) / share + 1) * share;
+  }
 };
 
-// The finished row `row` of a KV head (query head by query head, query row by query row): elements
-// 4 * quad on, and once lse. highest: the unit of `total` in log2.
-__device__ __forceinline__ void store_row(const nyb_decode_arguments &a, int batch, int head, int row,
-                                          int quad, float highest, const SubtreePart &total) {
-  const int64 query_head = static_cast<int64>(head) * a.heads_per_kv + row / a.query_len;
-  const int64 query = row % a.query_len;
-  char *out = a.out + batch * a.out_stride[0] + query_head * a.out_stride[1] + query * a.out_stride[2];
-  // A row that sees tokens, but scores of -inf only, is 0/0.
-  const int64 length = min(static_cast<int64>(a.lengths[batch]), static_cast<int64>(a.capacity_tokens));
-  const bool seen = (a.causal != 0 ? length - a.query_len + query + 1 : length) > 0;
-  const float values[4] = {total.out.x, total.out.y, total.out.z, total.out.w};
-#pragma unroll
-  for (int j = 0; j < 4; j++) {
-    const float value = seen ? values[j] / total.sum : 0.0f;
-    if (a.out_type == F16) {
-      store_float<F16>(out, quad * 4 + j, value);
-    } else {
-      store_float<BF16>(out, quad * 4 + j, value);
-    }
-  }
-  if (quad == 0 && a.lse != nullptr) {
-    float *lse = reinterpret_cast<float *>(a.lse + batch * a.lse_stride[0] +
-                                           query_head * a.lse_stride[1] + query * a.lse_stride[2]);
-    *lse = seen ? (highest + log2f(total.sum)) * 0.693147180559945309f : -infinity();
-  }
+// A pair's part of a run, from leaf `leaf` up to `end`, is written as subtrees from left to right,
+// each the largest that begins there. The first has 2^level leaves.
+__device__ __forceinline__ int subtree_level(int leaf, int end, int levels) {
+  int level = 0;
+  while (level < levels && (leaf >> level & 1) == 0 && leaf + (2 << level) <= end) level++;
+  return level;
 }

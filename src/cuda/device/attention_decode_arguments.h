@@ -4,45 +4,102 @@
 #ifndef NYB_ATTENTION_DECODE_ARGUMENTS_H
 #define NYB_ATTENTION_DECODE_ARGUMENTS_H
 
-#define NYB_DECODE_BLOCK_TOKENS 512
-/* Subtrees of up to 2^levels blocks are added before they go to the workspace. */
-#define NYB_DECODE_LEVELS 3
-/* Floats for each block: maxima (whole log2 units) and sums of all rows, then, as an int, whether
- * the block begins a subtree that was written. */
-#define NYB_DECODE_STATISTICS(columns) (2 * (columns) + 4)
+/* A block of threads has so many warps, of 32 threads. */
+#define NYB_DECODE_WARPS 4
+/* Tokens that are summed in order, before the tree: fewer of wide heads, which seldom come many at
+ * once. */
+#define NYB_DECODE_LEAF_TOKENS(key_dim, value_dim) ((key_dim) + (value_dim) > 512 ? 256 : 512)
+/* Floats for each leaf: maxima (whole log2 units) and sums of all rows. */
+#define NYB_DECODE_STATISTICS(columns) (2 * (columns))
+/* Subtrees of up to 2^levels leaves are added before they go to the workspace: as many as shared
+ * memory has room for. */
+#define NYB_DECODE_USED_COLUMNS(rows) ((rows) <= 2 ? 2 : (rows) <= 4 ? 4 : (rows) <= 8 ? 8 : 16)
+#define NYB_DECODE_LEVELS(value_dim, rows)                   \
+  (NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 256    ? 3 \
+   : NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 2048 ? 2 \
+   : NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 4096 ? 1 \
+                                                         : 0)
 
-/* Bytes of the rings of a block of threads, for tiles of `tile` tokens in `stages` stages. */
+/* How the output's elements are shared between warps: see attention_decode.cu. */
+#define NYB_DECODE_BY_UNITS(dim, bits, group)                                     \
+  (((bits) == 2 || (bits) == 4 || (bits) == 8) && (dim) * (bits) / 8 % 16 == 0 && \
+   (group) * (bits) % 128 == 0)
+#define NYB_DECODE_PIECES(dim, bits, group)                     \
+  (NYB_DECODE_BY_UNITS(dim, bits, group) ? (dim) * (bits) / 128 \
+                                         : (dim) / (group) * ((group) / 16 % 4 == 0 ? 4 : 2))
+#define NYB_DECODE_DIM_WARPS(dim, bits, group)        \
+  (NYB_DECODE_PIECES(dim, bits, group) % 4 == 0   ? 4 \
+   : NYB_DECODE_PIECES(dim, bits, group) % 2 == 0 ? 2 \
+                                                  : 1)
+
+/* Dynamic shared memory of the kernel, for tiles of `tile` tokens a warp in `stages` stages and
+ * `rows` query rows at once (at most columns): copies, query rows, weights, what warps tell each
+ * other, sums of warps that share elements, waiting subtrees. */
 #define NYB_DECODE_UP_16(bytes) (((bytes) + 15) / 16 * 16)
-#define NYB_DECODE_RING_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, value_group,  \
-                              key_scale_bytes, value_scale_bytes, tile, stages)                  \
-  NYB_DECODE_UP_16(                                                                              \
-      4 * (stages) *                                                                             \
-          (NYB_DECODE_UP_16((tile) * (key_dim) * (key_bits) / 8) +                               \
-           NYB_DECODE_UP_16((tile) * (value_dim) * (value_bits) / 8) +                           \
-           2 * NYB_DECODE_UP_16((tile) * ((key_dim) / (key_group)) * (key_scale_bytes)) +        \
-           2 * NYB_DECODE_UP_16((tile) * ((value_dim) / (value_group)) * (value_scale_bytes))) + \
-      16)
+#define NYB_DECODE_STAGE_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, \
+                               key_scale_bytes, tile)                               \
+  (NYB_DECODE_WARPS *                                                               \
+   (NYB_DECODE_UP_16((tile) * (key_dim) * (key_bits) / 8) +                         \
+    NYB_DECODE_UP_16((tile) * (value_dim) * (value_bits) / 8) +                     \
+    2 * NYB_DECODE_UP_16((tile) * ((key_dim) / (key_group)) * (key_scale_bytes))))
+#define NYB_DECODE_SCALE_STAGE_BYTES(value_dim, value_group, value_scale_bytes, tile) \
+  (NYB_DECODE_WARPS * 2 *                                                             \
+   NYB_DECODE_UP_16((tile) * ((value_dim) / (value_group)) * (value_scale_bytes)))
 /* Query rows, brought to f16: two words a lane for each 16 elements and 8 rows. */
 #define NYB_DECODE_QUERY_BYTES(key_dim, columns) (((key_dim) / 16 + 1) / 2 * ((columns) / 8) * 512)
-/* Dynamic shared memory of the kernel, for `rows` query rows at once (at most columns). */
+#define NYB_DECODE_QUERY_SUMS_BYTES(key_dim, key_group, columns) \
+  (((key_dim) / (key_group) > 4 ? (key_dim) / (key_group) : 4) * (columns)*4)
+/* Two steps' weights, and before them what is known of the query rows. */
+#define NYB_DECODE_SCRATCH_BYTES(key_dim, columns) \
+  ((2 * NYB_DECODE_WARPS + (key_dim) / 16) * (columns)*4)
+#define NYB_DECODE_WEIGHT_BYTES(key_dim, value_groups, tile, columns)        \
+  (2 * (value_groups) * (columns) * (NYB_DECODE_WARPS * (tile)*2 + 16) >     \
+           NYB_DECODE_SCRATCH_BYTES(key_dim, columns)                        \
+       ? 2 * (value_groups) * (columns) * (NYB_DECODE_WARPS * (tile)*2 + 16) \
+       : NYB_DECODE_SCRATCH_BYTES(key_dim, columns))
+#define NYB_DECODE_TOLD_BYTES(value_groups, columns)                       \
+  (NYB_DECODE_UP_16(NYB_DECODE_WARPS * ((columns) + (value_groups)) * 4) + \
+   NYB_DECODE_WARPS * ((value_groups) + 1) * (columns)*4)
+#define NYB_DECODE_TREE_BYTES(value_dim, columns, rows, dim_warps) \
+  ((4 / (dim_warps)-1) * (value_dim) * (columns)*4 +               \
+   NYB_DECODE_LEVELS(value_dim, rows) * (dim_warps)*8 *            \
+       ((rows) <= 2   ? 1                                          \
+        : (rows) <= 4 ? 2                                          \
+                      : 4) *                                       \
+       ((value_dim) / (dim_warps) / 16 + 1) * ((columns) / 8) * 16)
 #define NYB_DECODE_SHARED_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, value_group, \
                                 key_scale_bytes, value_scale_bytes, tile, stages, columns, rows)  \
-  (NYB_DECODE_RING_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, value_group,        \
-                         key_scale_bytes, value_scale_bytes, tile, stages) +                      \
-   2 * 4 * (columns)*4 + 4 * NYB_DECODE_QUERY_BYTES(key_dim, columns) +                           \
-   (4 + NYB_DECODE_LEVELS) * (rows) * ((value_dim) + 4) * 4)
+  ((stages)*NYB_DECODE_STAGE_BYTES(key_dim, value_dim, key_bits, value_bits, key_group,           \
+                                   key_scale_bytes, tile) +                                       \
+   ((stages) + 1) *                                                                               \
+       NYB_DECODE_SCALE_STAGE_BYTES(value_dim, value_group, value_scale_bytes, tile) +            \
+   NYB_DECODE_QUERY_BYTES(key_dim, columns) +                                                     \
+   NYB_DECODE_QUERY_SUMS_BYTES(key_dim, key_group, columns) + (columns)*4 +                       \
+   NYB_DECODE_WEIGHT_BYTES(key_dim, (value_dim) / (value_group), tile, columns) +                 \
+   NYB_DECODE_TOLD_BYTES((value_dim) / (value_group), columns) +                                  \
+   NYB_DECODE_TREE_BYTES(value_dim, columns, rows,                                                \
+                         NYB_DECODE_DIM_WARPS(value_dim, value_bits, value_group)))
 
-#define NYB_MERGE_THREADS 256
+/* Leaves that a lane of the merge adds at once, the elements of a row that it adds, and the lanes
+ * of a warp that share a row's elements at most. */
+#define NYB_MERGE_GROUP 8
+#define NYB_MERGE_ELEMENTS 4
+#define NYB_MERGE_WARP_GROUPS 4
+#define NYB_MERGE_MAX_WARPS 8
 
 /* What the kernel is built with, by the bytes of a token's codes, and how many blocks of threads a
  * multiprocessor shall hold. */
-#define NYB_DECODE_TILE(key_row, value_row) ((key_row) + (value_row) <= 256 ? 32 : 16)
-#define NYB_DECODE_STAGES 2
-#define NYB_DECODE_MIN_BLOCKS(key_dim, value_dim, key_groups, value_groups, columns)     \
-  ((key_dim) <= 128 && (value_dim) <= 128 && (key_groups) <= 2 && (value_groups) <= 2 && \
-           (columns) == 8                                                                \
-       ? 3                                                                               \
-       : 2)
+#define NYB_DECODE_TILE(key_dim, value_dim, key_row, value_row) \
+  ((key_dim) + (value_dim) <= 256 && (key_row) + (value_row) <= 192 ? 32 : 16)
+#define NYB_DECODE_MAX_STAGES 5
+#define NYB_DECODE_MIN_BLOCKS(key_dim, value_dim, key_row, value_row, groups, columns, rows) \
+  ((columns) > 8 || (key_dim) % 64 != 0 || (value_dim) % 64 != 0 ? 1                         \
+   : (key_dim) <= 128 && (value_dim) <= 128                                                  \
+       ? NYB_DECODE_MIN_BLOCKS_128(key_row, value_row, groups, rows)                         \
+   : (key_dim) == 256 && (value_dim) == 256 && (groups) <= 8 && (rows) <= 4 ? 2              \
+                                                                            : 1)
+#define NYB_DECODE_MIN_BLOCKS_128(key_row, value_row, groups, rows) \
+  ((key_row) + (value_row) > 160 || (groups) > 4 || (rows) > 4 ? 2 : 3)
 
 typedef struct nyb_decode_stored {
   const char *codes, *scales, *biases;
@@ -55,18 +112,21 @@ typedef struct nyb_decode_arguments {
   char *out;
   char *lse; /* or null */
   const int *lengths;
-  float *partials;   /* [pair][block][row][value_dim], unnormalised */
-  float *statistics; /* [pair][block][NYB_DECODE_STATISTICS] */
+  float *partials;   /* [pair][leaf][row][value_dim], unnormalised */
+  float *statistics; /* [pair][leaf][NYB_DECODE_STATISTICS] */
   long long q_stride[3], out_stride[3], lse_stride[3];
   long long capacity_tokens;
-  long long capacity_blocks; /* of one pair, in the workspace */
+  long long capacity_leaves; /* of one pair, in the workspace */
   int batch, kv_heads;
   int heads_per_kv, query_len;
   int row_tiles; /* of COLUMNS query rows each */
   int causal;
   float scale;
   int out_type;     /* dtype: F16 or BF16 */
-  int merge_groups; /* attention_merge: 1, 2, 4, ... 32 */
+  int merge_groups; /* attention_merge: 1, 2, 4, ... WARP_GROUPS * MAX_WARPS */
+  int leaf_tokens;
+  int levels; /* subtrees of up to 2^levels leaves are written */
+  int blocks; /* of threads, that attention_decode is launched with */
 } nyb_decode_arguments;
 
 #endif

@@ -1,9 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
-// The subtrees of blocks of tokens that attention_decode left, added along the binary tree over their
+// The subtrees of leaves that attention_decode left, added along the binary tree over their
 // positions.
 //
-// Four elements of an output row take a thread for each GROUP neighbouring blocks, up to
-// arguments.merge_groups of them at once; more blocks come in rounds.
+// Four elements of an output row take a lane for each GROUP neighbouring leaves, up to
+// arguments.merge_groups lanes at once: lanes of a warp first, so that neighbours read neighbouring
+// elements, then warps. More leaves come in rounds. Which leaves begin a subtree follows from the
+// lengths, so that lanes ask for all that they need at once, as soon as attention_decode is done.
 //
 // Parameters (-D): VALUE_DIM, COLUMNS (of the workspace, as in attention_decode).
 #include "attention_decode.cuh"
@@ -12,79 +14,255 @@
 #error "a parameter of attention_merge is missing"
 #endif
 
-constexpr int THREADS = NYB_MERGE_THREADS, GROUP = 1 << NYB_DECODE_LEVELS;
-constexpr int QUADS = VALUE_DIM / 4, STATISTICS = NYB_DECODE_STATISTICS(COLUMNS);
+constexpr int GROUP = NYB_MERGE_GROUP, ELEMENTS = NYB_MERGE_ELEMENTS;
+constexpr int WARP_GROUPS = NYB_MERGE_WARP_GROUPS, MAX_WARPS = NYB_MERGE_MAX_WARPS;
+constexpr int PARTS = VALUE_DIM / ELEMENTS, STATISTICS = NYB_DECODE_STATISTICS(COLUMNS);
 constexpr int MAX_ROUND_LEVELS = 24;
+static_assert(VALUE_DIM % ELEMENTS == 0 && ELEMENTS == 4);
 
-using Part = SubtreePart;
+// Of a subtree: elements of a row's output and its sum of weights, not divided yet.
+struct Part {
+  float out[ELEMENTS], sum;
+};
 
 __device__ __forceinline__ Part operator+(const Part &x, const Part &y) {
-  return {make_float4(x.out.x + y.out.x, x.out.y + y.out.y, x.out.z + y.out.z, x.out.w + y.out.w),
-          x.sum + y.sum};
+  Part total;
+#pragma unroll
+  for (int j = 0; j < ELEMENTS; j++) total.out[j] = x.out[j] + y.out[j];
+  total.sum = x.sum + y.sum;
+  return total;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
-    attention_merge(const __grid_constant__ nyb_decode_arguments a) {
-  __shared__ Part shared_parts[THREADS];
-  __shared__ float shared_maxima[THREADS];
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
-  const int groups = a.merge_groups, items = THREADS / groups; // powers of two
-  const int item = threadIdx.x % items, group = threadIdx.x / items;
+// Plus that of the lane `distance` on, or before: both get the same.
+__device__ __forceinline__ Part with_neighbour(const Part &own, int distance) {
+  Part other;
+#pragma unroll
+  for (int j = 0; j < ELEMENTS; j++) other.out[j] = __shfl_xor_sync(~0u, own.out[j], distance);
+  other.sum = __shfl_xor_sync(~0u, own.sum, distance);
+  return own + other;
+}
+
+__device__ __forceinline__ uint32 leaves_of(const nyb_decode_arguments &a, int batch) {
+  return (static_cast<uint32>(length_of(a, batch)) + a.leaf_tokens - 1) / a.leaf_tokens;
+}
+
+// Leaves of the sequences before `batch`, and of all. For the whole block of threads.
+struct Leaves {
+  uint32 before, all;
+};
+__device__ __forceinline__ Leaves count_leaves(const nyb_decode_arguments &a, int batch) {
+  if (a.batch == 1) return {0, leaves_of(a, 0)};
+  __shared__ Leaves of_warp[MAX_WARPS];
+  Leaves own = {0, 0};
+  for (int i = threadIdx.x; i < a.batch; i += blockDim.x) {
+    const uint32 leaves = leaves_of(a, i);
+    own.all += leaves;
+    if (i < batch) own.before += leaves;
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    own.all += __shfl_xor_sync(~0u, own.all, distance);
+    own.before += __shfl_xor_sync(~0u, own.before, distance);
+  }
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = own;
+  __syncthreads();
+  Leaves total = {0, 0};
+  for (int i = 0; i < blockDim.x / 32; i++) {
+    total.all += of_warp[i].all;
+    total.before += of_warp[i].before;
+  }
+  return total;
+}
+
+// How lanes share rows: `sharers` lanes of a warp and `warps` warps the same elements.
+struct Place {
+  int sharers, warps; // powers of two
+  int items;          // of a warp: other elements
+  int item, group;    // this lane's; group: among all that share its elements
+  int warp;           // among those that share its elements
+  __device__ __forceinline__ explicit Place(int groups)
+      : sharers(min(groups, WARP_GROUPS)), warps(groups / sharers), items(32 / sharers) {
+    const int lane = threadIdx.x % 32, own_warp = threadIdx.x / 32;
+    warp = own_warp % warps;
+    item = own_warp / warps * items + lane % items;
+    group = warp * sharers + lane / items;
+  }
+};
+
+// The row that a lane adds up, and where its pair's leaves stand among all.
+struct Row {
+  int batch, head, row, part;
+  int length, leaves; // of the sequence; 0 where there is no such row
+  uint32 first_unit;
+  bool exists;
+};
+__device__ __forceinline__ Row find_row(const nyb_decode_arguments &a, int item, uint32 *units) {
   const int rows = a.heads_per_kv * a.query_len;
-  const int64 index = static_cast<int64>(blockIdx.x) * items + item;
-  const int quad = static_cast<int>(index % QUADS);
-  const int row = static_cast<int>(index / QUADS % rows);
-  const int64 pair = index / QUADS / rows;
-  const bool exists = pair < static_cast<int64>(a.batch) * a.kv_heads;
-  const int64 batch = exists ? pair / a.kv_heads : 0, head = exists ? pair % a.kv_heads : 0;
-  const int64 slot = ((batch * a.kv_heads + head) * a.row_tiles + row / COLUMNS) * a.capacity_blocks;
-  const float *partials = a.partials + (slot * COLUMNS + row % COLUMNS) * VALUE_DIM + quad * 4;
-  const float *maxima = a.statistics + slot * STATISTICS + row % COLUMNS;
-  const float *begins = a.statistics + slot * STATISTICS + 2 * COLUMNS;
+  const int64 first = static_cast<int64>(blockIdx.x) * (blockDim.x / a.merge_groups);
+  const int64 index = first + item;
+  const int64 pair = index / PARTS / rows;
+  const int first_batch =
+      a.batch == 1 ? 0 : min(static_cast<int>(first / PARTS / rows / a.kv_heads), a.batch);
+  const Leaves counted = count_leaves(a, first_batch);
+  Row row;
+  row.exists = pair < static_cast<int64>(a.batch) * a.kv_heads;
+  row.batch = row.exists ? static_cast<int>(pair / a.kv_heads) : 0;
+  row.head = static_cast<int>(pair % a.kv_heads);
+  row.row = static_cast<int>(index / PARTS % rows);
+  row.part = static_cast<int>(index % PARTS);
+  row.length = row.exists ? length_of(a, row.batch) : 0;
+  row.leaves = row.exists ? static_cast<int>(leaves_of(a, row.batch)) : 0;
+  uint32 before = counted.before;
+  for (int batch = first_batch; batch < row.batch; batch++) before += leaves_of(a, batch);
+  const uint32 pairs = a.kv_heads * a.row_tiles; // of a sequence
+  *units = counted.all * pairs;
+  row.first_unit = before * pairs + (row.head * a.row_tiles + row.row / COLUMNS) * row.leaves;
+  return row;
+}
+
+// Bit i: a subtree begins at leaf first + i.
+__device__ __forceinline__ uint32 begins_of(const nyb_decode_arguments &a, const Runs &runs,
+                                            const Row &row, int64 first) {
+  uint32 begins = 0;
+  if (first >= row.leaves) return 0;
+  const int last = min(static_cast<int>(first) + GROUP, row.leaves);
+  int leaf = static_cast<int>(first) >> a.levels << a.levels, end = 0;
+  while (leaf < last) {
+    if (leaf >= end) {
+      end = static_cast<int>(min(runs.end_at(row.first_unit + leaf) - row.first_unit,
+                                 static_cast<uint32>(row.leaves)));
+    }
+    if (leaf >= first) begins |= 1u << (leaf - static_cast<int>(first));
+    leaf += 1 << subtree_level(leaf, end, a.levels);
+  }
+  return begins;
+}
+
+// The finished elements, and once lse. highest: the unit of `total` in log2.
+__device__ __forceinline__ void store(const nyb_decode_arguments &a, const Row &row, float highest,
+                                      const Part &total) {
+  const int64 query_head = static_cast<int64>(row.head) * a.heads_per_kv + row.row / a.query_len;
+  const int64 query = row.row % a.query_len;
+  char *out =
+      a.out + row.batch * a.out_stride[0] + query_head * a.out_stride[1] + query * a.out_stride[2];
+  // A row that sees tokens, but scores of -inf only, is 0/0.
+  const bool seen = (a.causal != 0 ? row.length - a.query_len + query + 1 : row.length) > 0;
+  uint32 words[ELEMENTS / 2];
+#pragma unroll
+  for (int j = 0; j < ELEMENTS; j += 2) {
+    const float low = seen ? total.out[j] / total.sum : 0.0f;
+    const float high = seen ? total.out[j + 1] / total.sum : 0.0f;
+    words[j / 2] = a.out_type == F16 ? f16_from_f32(low) | f16_from_f32(high) << 16
+                                     : bf16_from_f32(low) | bf16_from_f32(high) << 16;
+  }
+  uint16 *to = reinterpret_cast<uint16 *>(out) + row.part * ELEMENTS;
+  if (reinterpret_cast<uint64>(to) % 8 == 0) {
+    *reinterpret_cast<uint2 *>(to) = make_uint2(words[0], words[1]);
+  } else {
+#pragma unroll
+    for (int j = 0; j < ELEMENTS; j++) to[j] = static_cast<uint16>(words[j / 2] >> j % 2 * 16);
+  }
+  if (row.part == 0 && a.lse != nullptr) {
+    float *lse = reinterpret_cast<float *>(a.lse + row.batch * a.lse_stride[0] +
+                                           query_head * a.lse_stride[1] + query * a.lse_stride[2]);
+    *lse = seen ? (highest + log2f(total.sum)) * 0.693147180559945309f : -infinity();
+  }
+}
+
+// What the warps that share elements have summed, from left to right. For the whole block of threads;
+// the first of those warps has the result.
+__device__ __forceinline__ Part add_warps(const Place &place, const Part &own) {
+  __shared__ Part of_warp[MAX_WARPS][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int index = lane % place.items, sharer = lane / place.items;
+  __syncthreads(); // the round before has been read
+  if (sharer == 0) of_warp[warp][index] = own;
+  __syncthreads();
+  const int each = (place.warps + place.sharers - 1) / place.sharers;
+  Part total = {};
+  if (place.warp == 0 && sharer * each < place.warps) {
+    total = of_warp[warp + sharer * each][index];
+    if (each == 2) total = total + of_warp[warp + sharer * each + 1][index];
+  }
+  for (int distance = place.items; distance < 32; distance *= 2)
+    total = with_neighbour(total, distance);
+  return total;
+}
+static_assert(MAX_WARPS <= 2 * WARP_GROUPS);
+
+__device__ __forceinline__ float highest_of_warps(const Place &place, float own) {
+  __shared__ float of_warp[MAX_WARPS][32];
+  const int index = threadIdx.x % place.items, warp = threadIdx.x / 32;
+  of_warp[warp][index] = own; // all that share it in a warp have the same
+  __syncthreads();
+  float highest = -infinity();
+  for (int i = 0; i < place.warps; i++)
+    highest = fmaxf(highest, of_warp[warp - place.warp + i][index]);
+  return highest;
+}
+
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
+    attention_merge(const __grid_constant__ nyb_decode_arguments a) {
+  const int groups = a.merge_groups;
+  const Place place(groups);
+  uint32 units;
+  const Row row = find_row(a, place.item, &units);
+  const Runs runs(units, a.blocks);
+  const int64 slot = ((static_cast<int64>(row.batch) * a.kv_heads + row.head) * a.row_tiles +
+                      row.row / COLUMNS) * a.capacity_leaves;
+  const float *partials =
+      a.partials + (slot * COLUMNS + row.row % COLUMNS) * VALUE_DIM + row.part * ELEMENTS;
+  const float *statistics = a.statistics + slot * STATISTICS + row.row % COLUMNS;
   // All threads take as many rounds.
   const int rounds =
-      static_cast<int>((a.capacity_blocks + groups * GROUP - 1) / (groups * GROUP));
+      static_cast<int>((a.capacity_leaves + groups * GROUP - 1) / (groups * GROUP));
+  const auto first_of = [&](int round) {
+    return (static_cast<int64>(round) * groups + place.group) * GROUP;
+  };
   float4 values[GROUP];
   float maximum[GROUP], sum[GROUP];
-  const int length = min(max(a.lengths[batch], 0), static_cast<int>(a.capacity_tokens));
-  const int blocks = exists ? (length + NYB_DECODE_BLOCK_TOKENS - 1) / NYB_DECODE_BLOCK_TOKENS : 0;
-  const auto load = [&](int round) {
+  const auto load = [&](int round, uint32 begins) {
+    const int64 first = first_of(round);
 #pragma unroll
     for (int i = 0; i < GROUP; i++) {
-      const int64 block = (static_cast<int64>(round) * groups + group) * GROUP + i;
       maximum[i] = -infinity();
       sum[i] = 0;
       values[i] = make_float4(0, 0, 0, 0);
-      if (block >= blocks || __float_as_int(begins[block * STATISTICS]) == 0) continue;
-      maximum[i] = maxima[block * STATISTICS];
-      sum[i] = maxima[block * STATISTICS + COLUMNS];
-      values[i] = *reinterpret_cast<const float4 *>(partials + block * COLUMNS * VALUE_DIM);
+      if ((begins >> i & 1) != 0) {
+        maximum[i] = statistics[(first + i) * STATISTICS];
+        sum[i] = statistics[(first + i) * STATISTICS + COLUMNS];
+        values[i] =
+            *reinterpret_cast<const float4 *>(partials + (first + i) * COLUMNS * VALUE_DIM);
+      }
     }
   };
+  uint32 begins = begins_of(a, runs, row, first_of(rounds - 1));
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   float highest = -infinity();
-  for (int round = rounds - 1; round >= 0; round--) { // ends with the first, whose values stay
-    load(round);
+  for (int round = rounds - 1;; round--) { // ends with the first, whose values stay
+    load(round, begins);
 #pragma unroll
     for (int i = 0; i < GROUP; i++) highest = fmaxf(highest, maximum[i]);
+    if (round == 0) break;
+    begins = begins_of(a, runs, row, first_of(round - 1));
   }
-  shared_maxima[threadIdx.x] = highest;
-  __syncthreads();
-  for (int other = 0; other < groups; other++)
-    highest = fmaxf(highest, shared_maxima[other * items + item]);
+  for (int distance = place.items; distance < 32; distance *= 2)
+    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, distance));
+  if (place.warps > 1) highest = highest_of_warps(place, highest);
 
   // Subtrees of whole rounds wait here for their right neighbours.
   Part waiting[MAX_ROUND_LEVELS];
   Part total;
   for (int round = 0; round < rounds; round++) {
-    if (round > 0) load(round);
+    if (round > 0) load(round, begins_of(a, runs, row, first_of(round)));
     Part parts[GROUP];
 #pragma unroll
     for (int i = 0; i < GROUP; i++) {
       const float factor = rescale_factor(maximum[i] - highest);
-      parts[i] = {make_float4(values[i].x * factor, values[i].y * factor, values[i].z * factor,
-                              values[i].w * factor),
+      parts[i] = {{values[i].x * factor, values[i].y * factor, values[i].z * factor,
+                   values[i].w * factor},
                   sum[i] * factor};
     }
 #pragma unroll
@@ -93,19 +271,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int i = 0; i < GROUP; i += 2 * step) parts[i] = parts[i] + parts[i + step];
     }
     total = parts[0];
-    for (int step = 1; step < groups; step *= 2) {
-      __syncthreads();
-      if (group % (2 * step) == step) shared_parts[threadIdx.x] = total;
-      __syncthreads();
-      if (group % (2 * step) == 0) total = total + shared_parts[threadIdx.x + step * items];
-    }
-    if (rounds > 1 && group == 0) {
+    for (int distance = place.items; distance < 32; distance *= 2)
+      total = with_neighbour(total, distance);
+    if (place.warps > 1) total = add_warps(place, total);
+    if (rounds > 1) {
       int level = 0;
       for (int done = round; (done & 1) != 0; done >>= 1) total = waiting[level++] + total;
       waiting[level] = total;
     }
   }
-  if (group != 0 || !exists) return;
+  if (place.group != 0 || !row.exists) return;
   if (rounds > 1) { // what is left, from the right
     const int lowest = __ffs(rounds) - 1;
     total = waiting[lowest];
@@ -113,5 +288,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if ((rounds >> level & 1) != 0) total = waiting[level] + total;
     }
   }
-  store_row(a, static_cast<int>(batch), static_cast<int>(head), row, quad, highest, total);
+  store(a, row, highest, total);
 }
