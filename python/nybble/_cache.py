@@ -133,7 +133,8 @@ class Cache:
         options.part_dtype = 0 if part_dtype is None else _arrays.float_id(part_dtype)
         options.page_tokens = page_tokens
         made = ffi.new("struct nybpy_cache **")
-        check(lib.nybpy_cache_create(self.context._owner, options, made))
+        with on(self.device):  # the library takes the current device for the cache's
+            check(lib.nybpy_cache_create(self.context._owner, options, made))
         self._owner: Any = ffi.gc(made[0], lib.nybpy_cache_destroy)
         self._c: Any = self._owner.cache
         # For the calls in C.

@@ -3,8 +3,14 @@
 #include "attention.h"
 #include "device/attention_decode_arguments.h"
 
-/* The sums of more groups would not fit the registers. */
-enum { MAX_DIM = 576, MAX_GROUPS = 20, MAX_ROWS = 128, THREADS = (NYB_DECODE_WARPS + 1) * 32 };
+/* The sums of more groups would not fit the registers; a step behind the last token is counted. */
+enum {
+  MAX_DIM = 576,
+  MAX_GROUPS = 20,
+  MAX_ROWS = 128,
+  MAX_TOKENS = INT32_MAX - 1024,
+  THREADS = (NYB_DECODE_WARPS + 1) * 32
+};
 
 /* ---- How a call is cut ------------------------------------------------------------------------
  */
@@ -89,14 +95,19 @@ static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *
       !is_16_bit(a->q.dtype) || !is_16_bit(a->out.dtype) || call->heads_per_kv > MAX_ROWS) {
     return false;
   }
-  const cut most = cut_of_rows(a, MAX_ROWS);
-  return shared_bytes(a, &most, 2) <= properties->shared_bytes_per_block;
+  /* Fewer rows may take more: more subtrees wait in shared memory. */
+  for (int64_t rows = 1; rows <= MAX_ROWS; rows *= 2) {
+    const cut c = cut_of_rows(a, rows);
+    if (shared_bytes(a, &c, 2) > properties->shared_bytes_per_block) return false;
+  }
+  return true;
 }
 
 static bool suits(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
   (void)properties;
   const cut c = cut_of(call);
-  return c.rows <= MAX_ROWS && (c.leaves == 0 || c.pairs < INT32_MAX / c.leaves);
+  return c.rows <= MAX_ROWS && call->attention->capacity_tokens <= MAX_TOKENS &&
+         (c.leaves == 0 || c.pairs < INT32_MAX / c.leaves);
 }
 
 static int64_t workspace_bytes(const nyb_attention_call *call,

@@ -191,16 +191,14 @@ static nyb_status append_in(nyb_cuda_scope *scope, nyb_cache *cache, const nyb_a
   bool capturing;
   nyb_status status = check_pointers(scope, append);
   if (status == NYB_OK) status = nyb_cuda_cache_note_capture(scope, cache, stream, &capturing);
+  /* Replays have moved on what there is room for. */
+  if (status == NYB_OK && !capturing) status = nyb_cuda_cache_settle_counts(scope, cache, stream);
   if (status == NYB_OK && cache->kind == NYB_CACHE_PAGED) {
     status = nyb_cuda_cache_own_pages(scope, cache, append, 0, capturing, stream);
   }
   if (status != NYB_OK) return status;
-  int64_t needed = cache->kind == NYB_CACHE_PAGED ? 0 : nyb_cache_needed_tokens(cache, append);
-  if (needed > cache->storage.capacity_tokens && !capturing) { /* which waits in any case */
-    status = nyb_cuda_cache_settle_counts(scope, cache, stream);
-    if (status != NYB_OK) return status;
-    needed = nyb_cache_needed_tokens(cache, append);
-  }
+  const int64_t needed =
+      cache->kind == NYB_CACHE_PAGED ? 0 : nyb_cache_needed_tokens(cache, append);
   if (needed <= cache->storage.capacity_tokens) {
     status = capturing ? check_captured_ring(cache, append) : NYB_OK;
     if (status != NYB_OK) return status;

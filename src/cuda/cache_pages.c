@@ -270,12 +270,15 @@ static void own_range(nyb_cache *cache, int64_t sequence, const page_range *rang
 /* Memory for so many pages more and the table's entries. */
 static nyb_status make_room(nyb_cuda_scope *scope, nyb_cache *cache, const nyb_append *append,
                             int64_t missing, int64_t longest, nyb_stream stream) {
-  const nyb_status status = widen_table(scope, cache, longest, stream);
+  /* The pool first: a wider table begins empty and is sent by what follows. */
   const int64_t lacking = missing - cache->pool.unused_count;
-  if (status != NYB_OK || lacking <= 0) return status;
-  const int64_t pages =
-      append == NULL ? cache->storage.blocks + lacking : nyb_cache_grown_pages(cache, lacking);
-  return grow_pool(scope, cache, pages, stream);
+  if (lacking > 0) {
+    const int64_t pages =
+        append == NULL ? cache->storage.blocks + lacking : nyb_cache_grown_pages(cache, lacking);
+    const nyb_status status = grow_pool(scope, cache, pages, stream);
+    if (status != NYB_OK) return status;
+  }
+  return widen_table(scope, cache, longest, stream);
 }
 
 static nyb_status refuse_pages(nyb_stream stream) {

@@ -139,19 +139,21 @@ static nyb_status make_room(nyb_cuda_scope *scope, nyb_cache *cache, int64_t cou
   nyb_cuda_cache *const cuda = cache->cuda;
   const int64_t words = count * cache->pool.table_stride;
   nyb_status status = NYB_OK;
-  if (count > cuda->sequences) {
+  if (cache->kind == NYB_CACHE_PAGED && words > cuda->table_words) {
+    status = nyb_cuda_cache_make_table(scope, cache, words, stream);
+    if (status != NYB_OK) return status;
+    nyb_cuda_cache_find_bounds(cache); /* what comes next may fail, and the table is empty */
+    status = nyb_cuda_cache_send_tables(scope, cache, 0, cache->batch, stream);
+  }
+  if (status == NYB_OK && count > cuda->sequences) {
     const int mode = nyb_cuda_relax(scope);
     status = nyb_cuda_cache_wait(scope, stream);
     if (status == NYB_OK) status = nyb_cuda_cache_make_numbers(scope, cache, count);
     nyb_cuda_restore_mode(scope, mode);
     if (status == NYB_OK) status = nyb_cuda_cache_send_numbers(scope, cache, stream);
   }
-  if (status != NYB_OK || cache->kind != NYB_CACHE_PAGED) return status;
-  if (words > cuda->table_words) {
-    status = nyb_cuda_cache_make_table(scope, cache, words, stream);
-  }
+  if (status != NYB_OK || cache->kind != NYB_CACHE_PAGED || cuda->table == NULL) return status;
   nyb_cuda_cache_find_bounds(cache);
-  if (status != NYB_OK || cuda->table == NULL) return status;
   return nyb_cuda_cache_send_tables(scope, cache, 0, cache->batch, stream);
 }
 

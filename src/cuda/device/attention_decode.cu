@@ -913,8 +913,11 @@ struct Queries {
           }
         }
       }
-      const float own_unit = (ROUND_SCORES ? 1.0f : fabsf(a.scale) * 1.44269504088896341f) *
-                             power_of_two(min(exponent + 10, 127));
+      // Not 0: hidden scores are -inf times it.
+      const float own_unit = fmaxf((ROUND_SCORES ? 1.0f : fabsf(a.scale) * 1.44269504088896341f) *
+                                       power_of_two(min(exponent + 10, 127)) *
+                                       power_of_two(max(exponent + 10 - 127, 0)),
+                                   power_of_two(-126));
       int own_visible = at.length;
       if (a.causal != 0) own_visible = max(at.length - a.query_len + row % a.query_len + 1, 0);
       if (row >= rows) own_visible = 0x7fffffff;
@@ -1277,7 +1280,7 @@ struct Leaf {
     for (int g = 0; g < VALUE_GROUPS; g++) {
       const int exponent = max(exponent_of(largest_of_block(COLUMNS + g)), -100);
       const int before = value_exponent[g];
-      if (exponent > before) value_exponent[g] = exponent + VALUE_HEADROOM;
+      if (exponent > before) value_exponent[g] = min(exponent + VALUE_HEADROOM, 127);
       value_factor[g] = rescale_factor(static_cast<float>(before - value_exponent[g]));
     }
 #pragma unroll
@@ -1527,7 +1530,7 @@ struct Leaf {
       for (int j = 0; j < 2 * N_TILES; j++) {
         float &score = scores[i][j / 2][j % 2];
         if constexpr (ROUND_SCORES) {
-          score = round_to<QUERY_TYPE>(score * q.unit[j]) * 1.44269504088896341f;
+          score = __fmul_rn(round_to<QUERY_TYPE>(score * q.unit[j]), 1.44269504088896341f);
         }
         if constexpr (MASKED) {
           if (first + i >= visible[j]) score = -infinity();

@@ -213,9 +213,9 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
   const float *partials =
       a.partials + (slot * COLUMNS + row.row % COLUMNS) * VALUE_DIM + row.part * ELEMENTS;
   const float *statistics = a.statistics + slot * STATISTICS + row.row % COLUMNS;
-  // All threads take as many rounds.
+  // All threads take as many rounds; one of a cache without room, too.
   const int rounds =
-      static_cast<int>((a.capacity_leaves + groups * GROUP - 1) / (groups * GROUP));
+      max(static_cast<int>((a.capacity_leaves + groups * GROUP - 1) / (groups * GROUP)), 1);
   const auto first_of = [&](int round) {
     return (static_cast<int64>(round) * groups + place.group) * GROUP;
   };
