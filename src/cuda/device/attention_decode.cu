@@ -33,20 +33,12 @@ constexpr int WARPS = NYB_DECODE_WARPS;
 constexpr int KEY_ROW = KEY_DIM * KEY_BITS / 8, VALUE_ROW = VALUE_DIM * VALUE_BITS / 8;
 constexpr int KEY_GROUPS = KEY_DIM / KEY_GROUP, VALUE_GROUPS = VALUE_DIM / VALUE_GROUP;
 constexpr int N_TILES = COLUMNS / 8;
-#ifndef TILE_TOKENS
-#define TILE_TOKENS NYB_DECODE_TILE(KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW)
-#endif
-#ifndef LEAF_TOKENS
-#define LEAF_TOKENS NYB_DECODE_LEAF_TOKENS(KEY_DIM, VALUE_DIM)
-#endif
-#ifndef MIN_BLOCKS
-#define MIN_BLOCKS                                                                              \
-  NYB_DECODE_MIN_BLOCKS(KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW, KEY_GROUPS + VALUE_GROUPS, COLUMNS, \
-                        ROWS)
-#endif
 // Of a warp; a step of the block is four of them.
-constexpr int TILE = TILE_TOKENS, HALVES = TILE / 16;
-constexpr int STEP = WARPS * TILE, LEAF = LEAF_TOKENS, LEAF_STEPS = LEAF / STEP;
+constexpr int TILE = NYB_DECODE_TILE(KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW), HALVES = TILE / 16;
+constexpr int STEP = WARPS * TILE;
+constexpr int LEAF = NYB_DECODE_LEAF_TOKENS(KEY_DIM, VALUE_DIM), LEAF_STEPS = LEAF / STEP;
+constexpr int MIN_BLOCKS = NYB_DECODE_MIN_BLOCKS(KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW,
+                                                 KEY_GROUPS + VALUE_GROUPS, COLUMNS, ROWS);
 static_assert(LEAF % STEP == 0);
 // A lane's rows of the products, lane/4 and lane/4 + 8 of each half, are neighbouring tokens.
 constexpr int LANE_TOKENS = TILE / 8;
@@ -160,31 +152,27 @@ __device__ __forceinline__ void load_transposed_2(uint32 *words, uint32 address)
                : "=r"(words[0]), "=r"(words[1])
                : "r"(address));
 }
-// Four 8x8 matrices, each to the 8 rows of 16 bytes that a quarter of the lanes names, transposed.
-__device__ __forceinline__ void store_transposed_4(uint32 address, const uint32 *words) {
+// COUNT 8x8 matrices, each to the 8 rows of 16 bytes that 8 lanes name, transposed.
+template <int COUNT>
+__device__ __forceinline__ void store_transposed(uint32 address, const uint32 *words) {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
-               "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-               : "memory");
-#else
-  const int lane = threadIdx.x & 31;
-#pragma unroll
-  for (int i = 0; i < 4; i++) {
-    const uint32 row = __shfl_sync(~0u, address, i * 8 + lane / 4);
-    asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(transpose_8x8(words[i]))
+  if constexpr (COUNT == 4) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+                 : "memory");
+  } else if constexpr (COUNT == 2) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(address),
+                 "r"(words[0]), "r"(words[1])
+                 : "memory");
+  } else {
+    asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address),
+                 "r"(words[0])
                  : "memory");
   }
-#endif
-}
-__device__ __forceinline__ void store_transposed_2(uint32 address, const uint32 *words) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(address),
-               "r"(words[0]), "r"(words[1])
-               : "memory");
 #else
   const int lane = threadIdx.x & 31;
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
+  for (int i = 0; i < COUNT; i++) {
     const uint32 row = __shfl_sync(~0u, address, i * 8 + lane / 4);
     asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(transpose_8x8(words[i]))
                  : "memory");
@@ -208,18 +196,6 @@ __device__ __forceinline__ void load_floats_4(float *values, uint32 address) {
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
                : "r"(address));
-}
-__device__ __forceinline__ void store_transposed_1(uint32 address, const uint32 *words) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("stmatrix.sync.aligned.m8n8.x1.trans.shared.b16 [%0], {%1};" ::"r"(address),
-               "r"(words[0])
-               : "memory");
-#else
-  const int lane = threadIdx.x & 31;
-  const uint32 row = __shfl_sync(~0u, address, lane / 4);
-  asm volatile("st.shared.b32 [%0], %1;" ::"r"(row + lane % 4 * 4), "r"(transpose_8x8(words[0]))
-               : "memory");
-#endif
 }
 // Keeps the compiler from working a value out again and again, instead of holding it.
 __device__ __forceinline__ void hold(uint32 &value) { asm volatile("" : "+r"(value)); }
@@ -1361,13 +1337,7 @@ struct Leaf {
       for (int n = 0; n < N_TILES; n++) {
         const uint32 to = where.store_weights + weights_at + g * WEIGHT_GROUP_BYTES +
                           n * 8 * WEIGHT_ROW_BYTES;
-        if constexpr (KEPT == 4) {
-          store_transposed_4(to, words[n]);
-        } else if constexpr (KEPT == 2) {
-          store_transposed_2(to, words[n]);
-        } else {
-          store_transposed_1(to, words[n]);
-        }
+        store_transposed<KEPT>(to, words[n]);
       }
     }
   }
@@ -1811,9 +1781,6 @@ static_assert(Combiner::SHARED_BYTES ==
               NYB_DECODE_SHARED_BYTES(KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
                                       VALUE_GROUP, bytes_of(KEY_SCALE_TYPE),
                                       bytes_of(VALUE_SCALE_TYPE), TILE, STAGES, COLUMNS, ROWS));
-#ifdef HARNESS
-__device__ int harness_shared_bytes = Combiner::SHARED_BYTES, harness_leaf = LEAF;
-#endif
 
 // The leaf's first step.
 template <bool MASKED>
