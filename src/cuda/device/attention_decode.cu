@@ -603,9 +603,14 @@ struct Copies {
   }
   template <bool FULL>
   __device__ __forceinline__ void copy_packed(uint32 stage) const {
+    if constexpr (CODES_AT != NONE) copy_packed_codes<FULL>(stage);
+    if constexpr (SCALES_AT != NONE) copy_packed_scales<FULL>(stage);
+  }
+  template <bool FULL>
+  __device__ __forceinline__ void copy_packed_codes(uint32 stage) const {
     const int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int i = 0; i < LANE_CHUNKS && CODES_AT != NONE; i++) {
+    for (int i = 0; i < LANE_CHUNKS; i++) {
       const int chunk = lane + 32 * i;
       if (CHUNKS % 32 != 0 && chunk >= CHUNKS) break;
       const uint32 to = stage + offset[i];
@@ -620,8 +625,12 @@ struct Copies {
         }
       }
     }
+  }
+  template <bool FULL>
+  __device__ __forceinline__ void copy_packed_scales(uint32 stage) const {
+    const int lane = threadIdx.x & 31;
 #pragma unroll
-    for (int i = 0; i < (SCALE_CHUNKS + 31) / 32 && SCALES_AT != NONE; i++) {
+    for (int i = 0; i < (SCALE_CHUNKS + 31) / 32; i++) {
       const int chunk = lane + 32 * i;
       if (SCALE_CHUNKS % 32 != 0 && chunk >= SCALE_CHUNKS) break;
       const uint32 to = stage + chunk / TILE_SCALE_CHUNKS * OWN + chunk % TILE_SCALE_CHUNKS * 16;
@@ -643,20 +652,23 @@ struct Copies {
   }
 
   __device__ __forceinline__ void copy_strided(uint32 stage) const {
+    if constexpr (CODES_AT != NONE) copy_strided_codes(stage);
+    if constexpr (SCALES_AT != NONE) {
+      copy_strided_scales(stage + SCALES_AT, scales, stored->scales_stride[2]);
+      copy_strided_scales(stage + BIASES_AT, biases, stored->biases_stride[2]);
+    }
+  }
+  __device__ __forceinline__ void copy_strided_codes(uint32 stage) const {
     constexpr int WORDS = ROW / 4;
     const int lane = threadIdx.x & 31;
 #pragma unroll 4
-    for (int index = lane; index < STEP * WORDS && CODES_AT != NONE; index += 32) {
+    for (int index = lane; index < STEP * WORDS; index += 32) {
       const int token = index / WORDS, word = index % WORDS;
       const int target = LAYOUT::word_offset(token % TILE, word);
       const bool inside = token < tokens_left;
       copy_async_4(stage + token / TILE * OWN + CODES_AT + target,
                    codes + (inside ? token : 0) * stored->codes_stride[2] + word * 4,
                    inside ? 4 : 0);
-    }
-    if constexpr (SCALES_AT != NONE) {
-      copy_strided_scales(stage + SCALES_AT, scales, stored->scales_stride[2]);
-      copy_strided_scales(stage + BIASES_AT, biases, stored->biases_stride[2]);
     }
   }
   __device__ __forceinline__ void copy_strided_scales(uint32 to, const char *from,
