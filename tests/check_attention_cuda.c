@@ -160,7 +160,7 @@ static void run_case(check_run *run, const family *f, attention_shape *shape) {
   kernel_set set;
   char what[256];
   for (int64_t b = 0; b < shape->batch; b++) {
-    const int64_t room = shape->lengths[b] + (f->packed ? 0 : 3);
+    const int64_t room = shape->lengths[b] + (f->packed || shape->lengths[b] == 0 ? 0 : 3);
     if (room > shape->capacity_tokens) shape->capacity_tokens = room;
   }
   if (!scene_make(&scene, shape)) return;
@@ -191,6 +191,13 @@ static void check_lengths(check_run *run, const family *f, int format) {
     shape.lengths[shape.batch++] = lengths[i];
   }
   if (heavy) shape.kv_heads = 1, shape.query_heads = f->heads_per_kv;
+  run_case(run, f, &shape);
+}
+
+/* A cache with room for nothing: memory of no bytes, and outputs are zeros all the same. */
+static void check_no_capacity(check_run *run, const family *f, int format) {
+  attention_shape shape = family_shape(f, "no capacity", format, 7);
+  shape.batch = 2;
   run_case(run, f, &shape);
 }
 
@@ -612,6 +619,7 @@ static void check_host_pointers(check_run *run, const family *f, int format) {
 static void check_family(check_run *run, const family *f, int format, int turn) {
   const bool tiny = run->options.sanitizer;
   check_lengths(run, f, format);
+  check_no_capacity(run, f, format);
   check_rows(run, f, format);
   if (tiny) return;
   check_kinds(run, f, format, turn);
