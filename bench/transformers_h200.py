@@ -22,6 +22,9 @@ there; their median and the least, after some that are not counted. What matters
                 transformers' StaticCache with SDPA
     nybble4+generate, dynamic+generate, ...    steps of model.generate(), its own work included;
                 with nybble after `patch_decode`
+    nybble4+graph+compiled, quanto4+compiled, ...    the same with the model's layers compiled by
+                torch.compile (`patch_decode(model, compile=True)`); what compiling takes is not
+                counted
 
 Beside the time: `cache`, the bytes that hold keys and values, what they would be by arithmetic
 (codes, scales and biases of every token that a layer keeps), and `peak`, the most that PyTorch held
@@ -40,7 +43,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -57,6 +60,7 @@ from transformers import (
 from transformers.cache_utils import DynamicCache, QuantizedCache, StaticCache
 
 import nybble.transformers
+from nybble._decode_graph import compiled_layers
 
 TINY = {
     "hidden_size": 128,
@@ -116,15 +120,16 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
 }
 WIDTHS = {"nybble8": (8, 8), "nybble4": (4, 4), "k8v4": (8, 4)}
-FLASH, GRAPH, GENERATE = "-flash", "+graph", "+generate"
+FLASH, GRAPH, GENERATE, COMPILED = "-flash", "+graph", "+generate", "+compiled"
 OTHERS = ("dynamic", "dynamic" + FLASH, "static", "quanto4", "hqq4", "fp8")
 USUAL = (
     "dynamic" + FLASH,
-    *(w + GRAPH for w in WIDTHS),
+    *(w + GRAPH + way for way in (COMPILED, "") for w in WIDTHS),
     "quanto4",
     "static" + GRAPH,
     "dynamic",
     *WIDTHS,
+    "nybble4" + GENERATE + COMPILED,
     "nybble4" + GENERATE,
     "dynamic" + GENERATE,
     "hqq4",
@@ -290,6 +295,22 @@ def bytes_of(cache: Any) -> int:
 # ---- Measuring -----------------------------------------------------------------------------------
 
 
+@contextmanager
+def made_ready(model: Any, cache: Any, ways: str) -> Iterator[None]:
+    """What a line's ways ask of the model, until it has been measured."""
+    is_ours = isinstance(cache, nybble.transformers.NybbleCache)
+    compiled = COMPILED in ways
+    if is_ours and (compiled or GENERATE in ways):
+        nybble.transformers.patch_decode(model, compile=compiled)
+    if compiled and not is_ours:
+        cache.update = torch.compiler.disable(cache.update)  # for every length and layer the same
+    try:
+        with compiled_layers(model) if compiled and not is_ours else nullcontext():
+            yield
+    finally:
+        nybble.transformers.unpatch_decode(model)
+
+
 def wait(device: str) -> None:
     if device != "cpu":
         torch.cuda.synchronize()
@@ -335,16 +356,13 @@ def generate_times(model: Any, cache: Any, line: Line, steps: int, warmup: int) 
         ends.append(time.perf_counter())
         return torch.zeros(ids.shape[0], dtype=torch.bool, device=ids.device)
 
-    stops = StoppingCriteriaList([note])
-    if isinstance(cache, nybble.transformers.NybbleCache):
-        nybble.transformers.patch_decode(model)
-    try:
-        tokens = warmup + steps + 1
-        model.generate(
-            ids, cache=cache, max_new_tokens=tokens, do_sample=False, stopping_criteria=stops
-        )
-    finally:
-        nybble.transformers.unpatch_decode(model)
+    model.generate(
+        ids,
+        cache=cache,
+        max_new_tokens=warmup + steps + 1,
+        do_sample=False,
+        stopping_criteria=StoppingCriteriaList([note]),
+    )
     return [end - start for start, end in zip(ends, ends[1:])][warmup:]
 
 
@@ -366,9 +384,15 @@ def step_times(
     return times
 
 
+def split_name(cache: str) -> tuple[str, str]:
+    """A cache, and how its steps are taken."""
+    name, plus, ways = cache.partition("+")
+    return name, plus + ways
+
+
 def measure(line: Line, model: Any, options: argparse.Namespace) -> None:
     device, steps, warmup = model.device.type, options.steps, options.warmup
-    name = line.cache.removesuffix(GRAPH).removesuffix(GENERATE)
+    name, ways = split_name(line.cache)
     room = warmup + steps + 8
     line.arithmetic_bytes = arithmetic_bytes(
         model.config, name, line.context, line.batch, model.dtype
@@ -377,20 +401,21 @@ def measure(line: Line, model: Any, options: argparse.Namespace) -> None:
         line.model_bytes = torch.cuda.memory_allocated()
     cache = make_cache(name, model, line.context, line.batch, room)
     line.cache_bytes = bytes_of(cache)
-    if line.cache == "static" + GRAPH:
-        step = static_graph(model, cache, line.batch, line.context)
-    elif line.cache.endswith(GRAPH):
-        eager_step(model, cache, line.batch)()  # compiles what the graph will hold
-        step = nybble.transformers.DecodeGraph(model, cache).greedy
-    else:
-        step = eager_step(model, cache, line.batch)
-    wait(device)
-    if device != "cpu":
-        torch.cuda.reset_peak_memory_stats()
-    if line.cache.endswith(GENERATE):
-        times = generate_times(model, cache, line, steps, warmup)
-    else:
-        times = step_times(step, device, steps, warmup, options.line_seconds)
+    with made_ready(model, cache, ways):
+        if name == "static" and GRAPH in ways:
+            step = static_graph(model, cache, line.batch, line.context)
+        elif GRAPH in ways:
+            eager_step(model, cache, line.batch)()  # compiles what the graph will hold
+            step = nybble.transformers.DecodeGraph(model, cache).greedy
+        else:
+            step = eager_step(model, cache, line.batch)
+        wait(device)
+        if device != "cpu":
+            torch.cuda.reset_peak_memory_stats()
+        if GENERATE in ways:
+            times = generate_times(model, cache, line, steps, warmup)
+        else:
+            times = step_times(step, device, steps, warmup, options.line_seconds)
     seconds = statistics.median(times)
     line.steps, line.least_ms = len(times), min(times) * 1e3
     line.step_ms, line.tokens_per_second = seconds * 1e3, line.batch / seconds
@@ -404,7 +429,7 @@ def too_large(line: Line, model: Any) -> str:
     """Why a line cannot fit into the GPU's memory; "" where it may."""
     if model.device.type == "cpu":
         return ""
-    name = line.cache.removesuffix(GRAPH).removesuffix(GENERATE)
+    name = split_name(line.cache)[0]
     kind = "nybble4" if name in ("quanto4", "hqq4") else "nybble8" if name == "fp8" else name
     needed = arithmetic_bytes(model.config, kind, line.context, line.batch, model.dtype) or 0
     free_bytes = torch.cuda.mem_get_info()[0]
@@ -424,7 +449,7 @@ def measure_or_say_why(line: Line, model: Any, options: argparse.Namespace) -> N
     line.reason = too_large(line, model)
     if line.reason:
         return
-    chooses = line.cache.removesuffix(GENERATE) == "dynamic"
+    chooses = split_name(line.cache)[0] == "dynamic"
     try:
         with nullcontext() if chooses else sdpa_kernel(WITHOUT_CUDNN):
             measure(line, model, options)
@@ -459,7 +484,7 @@ def lines(options: argparse.Namespace) -> Iterator[Line]:
 # ---- The table -----------------------------------------------------------------------------------
 
 HEAD = (
-    f"{'model':<12} {'context':>7} {'batch':>5} {'cache':<16} {'tokens/s':>9} {'ms/step':>8} {'least':>7} "
+    f"{'model':<12} {'context':>7} {'batch':>5} {'cache':<25} {'tokens/s':>9} {'ms/step':>8} {'least':>7} "
     f"{'cache GiB':>9} {'arithm.':>8} {'peak GiB':>8}"
 )
 
@@ -470,7 +495,7 @@ def number(value: float | None, form: str, scale: float = 1.0) -> str:
 
 def row(line: Line) -> str:
     gib = 2.0**30
-    start = f"{line.model:<12} {line.context:>7} {line.batch:>5} {line.cache:<16} "
+    start = f"{line.model:<12} {line.context:>7} {line.batch:>5} {line.cache:<25} "
     if line.tokens_per_second is None:
         return f"{start} {line.reason}"
     assert line.peak_bytes is not None
@@ -496,8 +521,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     shipped = [name for name in MODELS if not name.startswith("tiny")]
-    own = [width + way for width in WIDTHS for way in ("", GRAPH, GENERATE)]
-    caches = [*OTHERS, *own, "static" + GRAPH, "dynamic" + GENERATE, "quanto4" + GENERATE]
+    own = [width + way for width in WIDTHS for way in (GRAPH, GENERATE)]
+    others = [*OTHERS, "static" + GRAPH, "dynamic" + GENERATE, "quanto4" + GENERATE]
+    caches = [name + way for name in (*own, *others) for way in ("", COMPILED)] + list(WIDTHS)
     parser.add_argument("--models", type=lambda t: listed(t, str, MODELS), default=shipped)
     parser.add_argument("--contexts", type=lambda t: listed(t, int), default=[32768, 131072, 8192])
     parser.add_argument("--batches", type=lambda t: listed(t, int), default=[1, 16])

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A transformers model's decode step over a NybbleCache as a CUDA graph, and generate() with it."""
+"""A transformers model's decode step over a NybbleCache as a CUDA graph, compiled where that is asked
+for, and generate() with it."""
 
 from __future__ import annotations
 
@@ -7,12 +8,13 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ._arrays import HOST
 from ._errors import NybbleError, refuse
@@ -98,12 +100,12 @@ class DecodeGraph:
 
     The cache may be used eagerly in between, or cropped; whatever moves its memory (growing,
     another batch) or changes the model wants another graph. Hooks of modules do not run.
-    `patch_decode` lets generate() do all that.
+    `patch_decode` lets generate() do all that; what is patched with `compile` is captured compiled.
 
     Args:
         model: on a CUDA device, with attn_implementation="nybble".
-        cache: holds the prompt, and a token that was decoded eagerly (that compiles the kernels),
-            and has room for what is to come. Positions go on where each sequence ends: left padding
+        cache: holds the prompt, and a token that was decoded eagerly (that compiles the kernels, and
+            the layers of a model patched so), and has room for what is to come. Positions go on where each sequence ends: left padding
             does not count.
 
     Raises:
@@ -198,12 +200,42 @@ class DecodeGraph:
 
     def outputs(self, step: _Step) -> Any:
         """What the model returns for this step."""
-        if step.positions is None:
-            self._position.fill_(step.cache.get_seq_length())  # as models count, padding or not
-        else:
-            self._position.copy_(step.positions)
+        step.place(self._position)
         logits = self.step(step.token).clone()
         return self._kind(logits=logits, cache=step.cache)
+
+
+# ---- Compiled layers ------------------------------------------------------------------------------
+
+# One code serves all layers: their numbers are no constants to compile for, and where kinds of layers
+# or of models are many, there is room for all.
+_TRACING = {"allow_unspec_int_on_nn_module": True, "recompile_limit": 64}
+# Rounded to the dtype where eager rounds; a matrix times one token's row is a kernel of its own.
+_GENERATING: dict[str, Any] = {"emulate_precision_casts": True, "coordinate_descent_tuning": True}
+
+
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, options=_GENERATING)
+
+
+@contextmanager
+def compiled_layers(model: Any) -> Iterator[None]:
+    """The model's decoder layers run as torch.compile makes them; what a NybbleCache does, and the
+    attention over it, is called as it is."""
+    from . import torch as _operators  # noqa: F401 (patch_mlp's calls become operators)
+
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    before = [vars(layer).get("forward") for layer in layers]
+    for layer in layers:
+        vars(layer)["forward"] = _compile(layer.forward)
+    try:
+        with torch._dynamo.config.patch(_TRACING):
+            yield
+    finally:
+        for layer, own in zip(layers, before):
+            del vars(layer)["forward"]
+            if own is not None:
+                vars(layer)["forward"] = own
 
 
 # ---- generate() ---------------------------------------------------------------------------------
@@ -216,6 +248,13 @@ class _Step:
     token: torch.Tensor
     cache: NybbleCache
     positions: torch.Tensor | None
+
+    def place(self, positions: torch.Tensor) -> None:
+        """Fill [batch, 1] positions as models count, padding or not."""
+        if self.positions is None:
+            positions.fill_(self.cache.get_seq_length())
+        else:
+            positions.copy_(self.positions)
 
 
 # What a call may say, that says nothing.
@@ -243,12 +282,14 @@ class DecodeGraphs:
     """What `patch_decode` does for a model, and has done.
 
     captured, replayed: graphs, and steps by them. eager: steps of one token over a NybbleCache
-    that were computed as before, the first ones of each cache among them. reason: why the last one
-    for which no graph will do had none; None where there was no such step.
+    that were computed as before, the first ones of each cache among them. compile: whether what is
+    captured is compiled. reason: why the last one for which no graph will do, or no compiler, had
+    none; None where there was no such step.
     """
 
     def __init__(self, model: Any) -> None:
         self.captured = self.replayed = self.eager = 0
+        self.compile = False
         self.reason: str | None = None
         self._refused: dict[torch.device, str] = {}
         self._own = vars(model).get("forward")  # where another patch was before
@@ -258,7 +299,9 @@ class DecodeGraphs:
         cache: Any = options.get("cache")
         token: Any = arguments[0] if arguments else options.get("input_ids")
         if not _is_step(token, cache) or len(arguments) > 1:
-            return original(*arguments, **options)
+            is_captured = self.compile and getattr(cache, "capturing", False)
+            with compiled_layers(model) if is_captured else nullcontext():
+                return original(*arguments, **options)
         step = self._understand(model, token, cache, options)
         graph = None if step is None else self._graph(model, step)
         if step is not None and graph is not None:
@@ -266,8 +309,30 @@ class DecodeGraphs:
             self.replayed += 1
             return made
         self.eager += 1
+        if step is not None and self.compile:
+            made = self._compiled(model, original, step)
+            if made is not None:
+                return made
         made = original(*arguments, **options)
-        cache.warm = _places(cache)
+        if not self.compile:
+            cache.warm = (_places(cache), False)
+        return made
+
+    def _compiled(self, model: Any, original: Callable[..., Any], step: _Step) -> Any:
+        """The step as it will be captured, so that all is compiled then; None where that fails."""
+        cache = step.cache
+        lengths = [layer.cumulative_length for layer in cache._layers()]
+        try:
+            with compiled_layers(model), torch.inference_mode(False), torch.no_grad():
+                token, positions = step.token.clone(), torch.empty_like(step.token)
+                step.place(positions)
+                made = original(token, position_ids=positions, cache=cache, use_cache=True)
+            cache.warm = (_places(cache), True)
+        except Exception as error:
+            for layer, length in zip(cache._layers(), lengths):
+                layer.take_back(length)
+            self.compile, made = False, None
+            self._explain("compiled layers", _reason_of("compiling", error))
         return made
 
     def _understand(
@@ -287,12 +352,12 @@ class DecodeGraphs:
                 reason = "attention_mask hides more than padding on the left"
         if reason is None:
             return _Step(token, cache, positions)
-        self._explain(reason)
+        self._explain("a CUDA graph", reason)
         return None
 
-    def _explain(self, reason: str) -> None:
+    def _explain(self, what: str, reason: str) -> None:
         if reason != self.reason:
-            warnings.warn(f"nybble decodes without a CUDA graph: {reason}", stacklevel=2)
+            warnings.warn(f"nybble decodes without {what}: {reason}", stacklevel=2)
         self.reason = reason
 
     def _graph(self, model: Any, step: _Step) -> DecodeGraph | None:
@@ -301,19 +366,23 @@ class DecodeGraphs:
         if cache.graph is not None and cache.graph.fits(model, step):
             return cache.graph if cache.graph.room > 0 else None  # an eager step lets it grow
         cache.graph = None  # its memory is free for the next
-        # The eager step before, over the same memory, compiled the kernels.
-        if cache.warm != _places(cache) or _room(cache._layers()) <= 0:
+        # The eager step before, over the same memory, compiled the kernels (and the layers).
+        if cache.warm != (_places(cache), self.compile) or _room(cache._layers()) <= 0:
             return None
         try:
             cache.graph = DecodeGraph(model, cache)
             self.captured += 1
         except Exception as error:
-            reason = str(error).strip().split("\n")[0]
-            if not isinstance(error, NybbleError):
-                reason = f"capturing failed: {type(error).__name__}: {reason}"
-            self._refused[step.token.device] = reason
-            self._explain(reason)
+            reason = self._refused[step.token.device] = _reason_of("capturing", error)
+            self._explain("a CUDA graph", reason)
         return cache.graph
+
+
+def _reason_of(what: str, error: Exception) -> str:
+    said = str(error).strip().split("\n")[0]
+    return (
+        said if isinstance(error, NybbleError) else f"{what} failed: {type(error).__name__}: {said}"
+    )
 
 
 def _is_step(token: Any, cache: Any) -> bool:
@@ -353,7 +422,7 @@ def _reason_against(
     return None
 
 
-def patch_decode(model: Any) -> DecodeGraphs:
+def patch_decode(model: Any, compile: bool = False) -> DecodeGraphs:
     """Let a model on a CUDA device replay its decode steps over a NybbleCache as a CUDA graph.
 
         graphs = nybble.transformers.patch_decode(model)
@@ -366,14 +435,22 @@ def patch_decode(model: Any) -> DecodeGraphs:
     makes room before). Where a graph will not do, the step is computed as before; a warning and
     `reason` say why. What changes the model (other weights, hooks, other patches) comes first.
 
+    Args:
+        compile: the layers as torch.compile makes them, which takes seconds for a model's first step
+            (and again for another batch) and time off every other: a norm, a rotation or an
+            activation is one kernel and no longer ten. Logits differ in last bits where sums are
+            added up in another order.
+
     Returns:
-        What counts the steps; the same when it is called again.
+        What counts the steps; the same when it is called again, with that `compile` for graphs to
+        come.
     """
-    found = vars(model).get("decode_graphs")
+    found: DecodeGraphs | None = vars(model).get("decode_graphs")
     if found is not None:
-        made: DecodeGraphs = found
-        return made
+        found.compile = compile
+        return found
     graphs = DecodeGraphs(model)
+    graphs.compile = compile
 
     @functools.wraps(type(model).forward)  # generate() reads its signature
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:

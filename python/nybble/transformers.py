@@ -289,6 +289,12 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.cumulative_length += 1
         self._replayed += 1
 
+    def take_back(self, tokens: int) -> None:
+        """A step failed in this layer, or before or behind it: it holds so many tokens again."""
+        if self._waiting is not None:
+            self._waiting, self.cumulative_length = None, tokens
+        self.crop(tokens - self.cumulative_length)
+
     def forget_capture(self, tokens: int) -> None:
         """A step was captured, or partly, and has not run: the layer holds so many tokens still."""
         self._waiting = None
@@ -389,10 +395,16 @@ class NybbleCache(TransformersCache):
             layers.append(NybbleLayer(key_bits[i], other_bits[i], group_size, window, context))
         super().__init__(layers=layers)
         # Of `patch_decode` and its model: the captured step; where the tokens were at the last eager
-        # one; whether one is being captured.
+        # one, and whether it was compiled; whether one is being captured.
         self.graph: DecodeGraph | None = None
         self.warm: Any = None
         self.capturing = False
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def update(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `NybbleLayer.update`; compiled models call it as it is."""
+        made: tuple[torch.Tensor, torch.Tensor] = super().update(*arguments, **options)
+        return made
 
     def _layers(self) -> Iterator[NybbleLayer]:
         return (layer for layer in self.layers if isinstance(layer, NybbleLayer))
@@ -508,6 +520,7 @@ def attention_mask(
 # ---- Attention ----------------------------------------------------------------------------------
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,

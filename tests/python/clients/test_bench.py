@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from nybble import _decode_graph
+
 torch.set_num_threads(1)  # the models are tiny
 BENCH = Path(__file__).resolve().parents[3] / "bench" / "transformers_h200.py"
 
@@ -26,16 +28,22 @@ def bench() -> Any:
     return module
 
 
-def test_table_and_json(bench: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_table_and_json(
+    bench: Any,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(_decode_graph, "_compile", lambda layer: layer)  # seconds a line
     file = tmp_path / "lines.json"
     caches = "dynamic,dynamic-flash,static,fp8,quanto4,nybble8,nybble4,k8v4,nybble4+graph"
-    caches += ",nybble4+generate,dynamic+generate"
+    caches += ",nybble4+generate,dynamic+generate,dynamic+compiled,nybble4+generate+compiled"
     words = ["--models", "tiny,tiny-gemma", "--contexts", "192", "--batches", "1,3"]
     words += ["--caches", caches, "--device", "cpu", "--steps", "3", "--warmup", "1"]
     assert bench.main([*words, "--json", str(file)]) == 0
     printed = capsys.readouterr().out.splitlines()
     lines = json.loads(file.read_text())["lines"]
-    assert len(lines) == 2 * 2 * 11 == len(printed) - 2
+    assert len(lines) == 2 * 2 * 13 == len(printed) - 2
     for line, text in zip(lines, printed[2:]):
         assert text.split()[:4] == [line[k] if k in ("model", "cache") else str(line[k])
                                     for k in ("model", "context", "batch", "cache")]  # fmt: skip

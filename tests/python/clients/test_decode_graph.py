@@ -75,6 +75,81 @@ def test_generate(graphs_here: None, kind: str, way: str, padded: bool) -> None:
         assert graphs.captured == 1 and graphs.eager == 1
 
 
+class Compiler:
+    """A backend of torch.compile that runs what it is given, and counts."""
+
+    def __init__(self) -> None:
+        self.compiled, self.fails_at = 0, 0
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        self.compiled += 1
+        if self.compiled == self.fails_at:
+            raise RuntimeError("no such compiler\nmore")
+        return module.forward
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    made = Compiler()
+    monkeypatch.setattr(_decode_graph, "_compile", lambda f: torch.compile(f, backend=made))
+    torch._dynamo.reset()
+    yield made
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt-oss"])
+def test_compiled(graphs_here: None, compiler: Compiler, kind: str) -> None:
+    """Once for all layers, before a step is captured, and for every cache to come."""
+    model = tiny(kind, "nybble", layers=6 if kind == "llama" else 3)
+    given = [(prompt(3, 20), None), left_padded()]
+    expected = [generated(model, ids, attention_mask=mask)[1] for ids, mask in given]
+    if kind == "gemma3":
+        ours.patch_mlp(model, "fused")
+        expected = [generated(model, ids, attention_mask=mask)[1] for ids, mask in given]
+    graphs = ours.patch_decode(model, compile=True)
+    for (ids, mask), tokens in zip(given, expected):
+        _, found = generated(model, ids, attention_mask=mask)
+        assert torch.equal(found, tokens) and graphs.reason is None
+        if kind == "llama":  # norm, keys and queries for layer 0 and all others, output, MLP
+            assert compiler.compiled == 5
+        before = compiler.compiled
+    assert compiler.compiled == before > 0
+    assert (graphs.captured, graphs.eager, graphs.replayed) == (2, 2, 20)
+    assert not any("forward" in vars(layer) for layer in model.model.layers)
+
+
+def test_compile_asked_for_later(graphs_here: None, compiler: Compiler) -> None:
+    """A step is compiled before it is captured, also where the one before was not."""
+    model = tiny("llama", "nybble")
+    cache = NybbleCache(model.config, 8)
+    cache.reserve(64)
+    graphs = ours.patch_decode(model)
+    for tokens in (20, 1):
+        model(prompt(2, tokens), cache=cache)
+    assert ours.patch_decode(model, compile=True) is graphs and compiler.compiled == 0
+    model(prompt(2, 1), cache=cache)
+    assert compiler.compiled == 5 and (graphs.captured, graphs.eager) == (0, 2)
+    model(prompt(2, 1), cache=cache)
+    assert compiler.compiled == 5 and (graphs.captured, graphs.replayed) == (1, 1)
+
+
+@pytest.mark.parametrize("fails_at", [1, 4])
+@pytest.mark.parametrize("kind", ["llama", "gemma3"])
+def test_compiling_that_fails(
+    graphs_here: None, compiler: Compiler, kind: str, fails_at: int
+) -> None:
+    """Before a layer has stored the token and after: the step is computed as before, then captured."""
+    model, ids = tiny(kind, "nybble"), prompt(2, 20)
+    cache, expected = generated(model, ids, do_sample=False)
+    compiler.fails_at = fails_at
+    graphs = ours.patch_decode(model, compile=True)
+    with pytest.warns(UserWarning, match="without compiled layers: compiling failed: Backend"):
+        patched, found = generated(model, ids, do_sample=False)
+    assert torch.equal(found, expected) and not graphs.compile
+    assert patched.layers[0].stored.lengths == cache.layers[0].stored.lengths == [31, 31]
+    assert (graphs.captured, graphs.eager, graphs.replayed) == (1, 1, 10)
+
+
 def test_end_of_sequence(graphs_here: None) -> None:
     """Sequences end where they end without."""
     model, ids = tiny("llama", "nybble"), prompt(3, 20)
