@@ -25,6 +25,7 @@ every token.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from types import MethodType
 from typing import Any
@@ -139,6 +140,7 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.has_padding = False
         self._starts: list[int] | None = None  # of the sequences, once they were read
         self._waiting: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._module: weakref.ref[torch.nn.Module] | None = None  # whose tokens it holds
 
     @property
     def stored(self) -> Cache | None:
@@ -209,22 +211,34 @@ class NybbleLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             _Packed(self, (*shape, stored.value_dim), value_states),
         )
 
-    def store(self, starts: torch.Tensor | None) -> Cache:
-        """Append the tokens that wait, without the padding before `starts`; returns the cache."""
+    def store(self, starts: torch.Tensor | None, module: torch.nn.Module) -> Cache:
+        """Append the tokens of a model's attention that wait, without the padding before `starts`;
+        returns the cache."""
         stored = self.stored
         assert stored is not None
         if self._waiting is not None:
             keys, values = self._waiting
             self._waiting = None
             tokens, before = keys.shape[2], self.cumulative_length - keys.shape[2]
-            padding = None if starts is None else self._padding(starts, tokens, before)
-            self.has_padding |= padding is not None
             try:
+                self._check_module(module, before)
+                padding = None if starts is None else self._padding(starts, tokens, before)
+                self.has_padding |= padding is not None
                 stored.append(keys, values, padding=padding)
             except Exception:
                 self.cumulative_length = before
                 raise
         return stored
+
+    def _check_module(self, module: torch.nn.Module, tokens: int) -> None:
+        """Of the same sizes, another model's tokens would be as good as random ones."""
+        if tokens == 0 or self._module is None:
+            self._module = weakref.ref(module)
+        elif self._module() is not module:
+            raise refuse(
+                f"the cache holds {tokens} tokens of another model, or of another layer; reset() it",
+                lib.NYB_ERROR_UNSUPPORTED,
+            )
 
     def _padding(self, starts: torch.Tensor, tokens: int, before: int) -> list[int] | None:
         """How many of the tokens to come are padding, by sequence; None where none is.
@@ -583,7 +597,7 @@ def attention_forward(
     if isinstance(key, _Packed):
         if not isinstance(value, _Packed) or value.layer is not key.layer:
             raise refuse("key and value are of different caches or layers")
-        stored = key.layer.store(starts)
+        stored = key.layer.store(starts, module)
         if starts is None and attention_mask is not None and key.layer.has_padding:
             raise refuse(
                 "a mask of [query_len, tokens] follows left padding, which this cache left out",

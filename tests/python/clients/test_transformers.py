@@ -381,6 +381,11 @@ def test_refused_in_use() -> None:
     model(ids, cache=cache)
     with pytest.raises(NybbleError, match="another model or batch"):
         model(prompt(3, 1), cache=cache)
+    length, lengths = cache.get_seq_length(), cache.layers[0].stored.lengths
+    with pytest.raises(NybbleError, match=f"holds {length} tokens of another model"):
+        tiny("llama", "nybble")(ids[:, :1], cache=cache)  # of the same sizes
+    assert cache.get_seq_length() == length and cache.layers[0].stored.lengths == lengths
+    model(ids[:, :1], cache=cache)
     with pytest.raises(NybbleError, match="must be 0 or negative"):
         cache.crop(4)
     with pytest.raises(NybbleError, match="not offloaded"):
@@ -389,6 +394,8 @@ def test_refused_in_use() -> None:
         model(ids)
     with pytest.raises(NybbleError, match="it must hold a prompt"):
         nybble.transformers.DecodeGraph(model, NybbleCache(model.config))
+    cache.reset()
+    tiny("llama", "nybble")(ids, cache=cache)
     cache.reset()
     model(ids, cache=cache)
     with pytest.raises(NybbleError, match="captured on a CUDA device"):
