@@ -173,15 +173,14 @@ static void use_asked_format(const check_run *run, check_random *random, attenti
 
 static bool on_gpu(const check_run *run) { return run->options.backend == NYB_BACKEND_CUDA; }
 
-/* The same kernel must take the tokens laid out one after the other: with f32 queries the general
- * one takes all calls. */
-static void settle_placed_for_gpu(const check_run *run, attention_shape *shape) {
-  if (!on_gpu(run)) return;
-  settle_for_gpu(shape);
-  if (shape->window_tokens == 0 && !shape->sinks && !shape->slopes && shape->softcap == 0 &&
-      shape->mask_array.kind == 0) {
-    shape->query_dtype = NYB_F32;
-  }
+/* Whether the same fused kernel takes the tokens laid out one after the other. */
+static bool takes_alike(check_run *run, const attention_scene *scene, const placed_scene *placed) {
+  attention_scene as_placed = *scene;
+  kernel_set sets[2];
+  as_placed.call = placed->call;
+  return find_kernels(run, scene, NYB_ISA_CUDA, NYB_PATH_FUSED, &sets[0]) &&
+         find_kernels(run, &as_placed, NYB_ISA_CUDA, NYB_PATH_FUSED, &sets[1]) &&
+         strcmp(sets[0].key_kernel, sets[1].key_kernel) == 0;
 }
 
 static void check_placed(check_run *run, int kind, check_random *random) {
@@ -192,8 +191,15 @@ static void check_placed(check_run *run, int kind, check_random *random) {
   if (run->ended) return;
   use_asked_format(run, random, &shape);
   places_add_features(random, &shape);
-  settle_placed_for_gpu(run, &shape);
-  if (scene_make(&scene, &shape) && place(kind, &scene, random, &placed)) {
+  if (on_gpu(run)) settle_for_gpu(&shape);
+  bool made = scene_make(&scene, &shape) && place(kind, &scene, random, &placed);
+  if (made && on_gpu(run) && !takes_alike(run, &scene, &placed)) {
+    placed_free(&placed);
+    scene_free(&scene);
+    shape.query_dtype = NYB_F32; /* the general kernel takes all of them */
+    made = scene_make(&scene, &shape) && place(kind, &scene, random, &placed);
+  }
+  if (made) {
     compare_bits(run, kind, NYB_ISA_CUDA, NYB_PATH_FUSED, &scene, &scene, &placed);
     compare_bits(run, kind, NYB_ISA_CUDA, NYB_PATH_COMPAT, &scene, &scene, &placed);
     for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {

@@ -296,8 +296,7 @@ static void nothing_to_do(void) {
 
 static int host_memory[1 << 16];
 
-/* Every field that only the general kernel takes, one at a time: the plan names it, and runs launch
- * that kernel. */
+/* Every field that a call may have beside a rectangle, one at a time. */
 enum { FEATURE_COUNT = 11 };
 
 static nyb_attention with_feature(int feature, const char **field) {
@@ -381,23 +380,29 @@ static void merges_launch(void) {
   nyb_context_destroy(context);
 }
 
+/* Few rows of 16 bits go to the decode kernel, but with added masks and parts; where the general
+ * kernel has to take a call, the plan names the field. */
 static void features_launch(void) {
   open_all();
   make_calls();
   const nyb_attention plain = calls.attention;
-  for (int i = 0; i < FEATURE_COUNT; i++) {
+  for (int i = 0; i < 2 * FEATURE_COUNT; i++) {
     const char *field;
     nyb_plan plan = NYB_PLAN_INIT;
-    calls.attention = with_feature(i, &field);
+    const int feature = i % FEATURE_COUNT;
+    const bool decodes = i < FEATURE_COUNT && feature != 3 && feature != 8 && feature != 9;
+    calls.attention = with_feature(feature, &field);
+    if (i >= FEATURE_COUNT) calls.attention.q.dtype = NYB_F32;
     make_workspace();
     calls.attention.path = NYB_PATH_AUTO;
     MUST(nyb_attention_plan(context, &calls.attention, &plan) == NYB_OK);
-    MUST(strcmp(plan.key_kernel, "attention_general_affine4_cuda") == 0);
-    MUST(strncmp(plan.reason, "attention.", 10) == 0);
-    MUST(strncmp(plan.reason + 10, field, strlen(field)) == 0);
+    MUST(strcmp(plan.key_kernel,
+                decodes ? "attention_decode_affine4_cuda" : "attention_general_affine4_cuda") == 0);
+    MUST(decodes || strncmp(plan.reason, "attention.", 10) == 0);
+    MUST(decodes || strncmp(plan.reason + 10, field, strlen(field)) == 0);
     launch_count = 0;
     MUST(attention_fused() == NYB_OK && launch_count >= 1);
-    MUST(strcmp(launched[0], "attention_general") == 0);
+    MUST(strcmp(launched[0], decodes ? "attention_decode" : "attention_general") == 0);
     launch_count = 0;
     MUST(attention_compat() == NYB_OK && launch_count == 1);
     MUST(strcmp(launched[0], "attention_compat") == 0);

@@ -201,7 +201,9 @@ bool nyb_cuda_stored_aligned(const nyb_attention *attention, const nyb_stored *s
 
 static bool supports(const nyb_cuda_attention_kernel *kernel, const nyb_attention_call *call,
                      const nyb_cuda_properties *properties) {
-  const bool takes = kernel->takes_features || nyb_cuda_attention_feature(call->attention) == NULL;
+  const nyb_attention *a = call->attention;
+  const bool takes =
+      nyb_cuda_attention_feature(a) == NULL || (kernel->takes != NULL && kernel->takes(a));
   return takes && kernel->supports(call, properties);
 }
 
@@ -292,12 +294,14 @@ nyb_status nyb_cuda_attention_plan(const nyb_attention_call *call, nyb_path aske
         compat ? "" : kernel_name(call->context, kernel->operation, call->key_format);
     plan->value_kernel =
         compat ? "" : kernel_name(call->context, kernel->operation, call->value_format);
-    const char *feature = compat ? NULL : nyb_cuda_attention_feature(call->attention);
+    const char *feature =
+        kernel == &nyb_cuda_attention_general ? nyb_cuda_attention_feature(call->attention) : NULL;
     if (feature == NULL) {
       snprintf(plan->reason, sizeof plan->reason, "%s", reason);
     } else {
       snprintf(plan->reason, sizeof plan->reason,
-               "attention.%s is set, which of CUDA's fused kernels the general one alone takes",
+               "attention.%s is set, and of CUDA's fused kernels the general one takes it with "
+               "such rows, formats and strides",
                feature);
     }
   }
@@ -496,8 +500,11 @@ static void visit_pair(int shape_index, int format_index, const nyb_cuda_propert
   const bool untuned_too = shape_index == 0 || format_index == 0;
   const bool many = format_index == 0 && (shape_index < 4 || a.key_dim == 576);
   if (many || shape_index == 0) {
-    a.q.dtype = a.out.dtype = NYB_BF16;
+    a.q.dtype = a.out.dtype = NYB_F32; /* the general kernel */
     visit_features(&call, many, properties, visit, data);
+    a.q.dtype = a.out.dtype = NYB_BF16; /* the decode kernel, as far as it goes */
+    if (format_index == 0 || format_index % 3 == 0)
+      visit_features(&call, shape_index == 0 && format_index == 0, properties, visit, data);
   }
   /* Every combination for the format that most people use; the others with some that differ in
    * all; a shape and a format that are both not the first with one of two, in turn: all of it has

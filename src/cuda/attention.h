@@ -21,7 +21,10 @@ typedef struct nyb_cuda_attention_kernel {
   nyb_operation operation; /* which it is counted and named as; compat: nothing */
   const char *reason;      /* why a call gets it, for nyb_plan.reason */
   bool tuned;              /* a spill of registers fails the tests */
-  bool takes_features;     /* calls of which nyb_cuda_attention_feature() names a field, too */
+
+  /* Whether it takes a call of which nyb_cuda_attention_feature() names a field; looks at what
+   * `supports` may look at. NULL: none. */
+  bool (*takes)(const nyb_attention *attention);
 
   /* Whether its programs can be built for these formats, dims and dtypes on such a device. Must not
    * look at batch, query_len, capacity, pointers or strides: the workspace of all kernels that

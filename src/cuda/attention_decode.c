@@ -1,5 +1,6 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* The tuned kernel for few query rows over a long affine cache (device/attention_decode.cu). */
+#include "../attention_places.h"
 #include "attention.h"
 #include "device/attention_decode_arguments.h"
 
@@ -39,7 +40,7 @@ static cut cut_of_rows(const nyb_attention *a, int64_t rows) {
   c.row_tiles = (rows + c.columns - 1) / c.columns;
   c.pairs = a->batch * a->kv_heads * c.row_tiles;
   const int64_t leaf = NYB_DECODE_LEAF_TOKENS(a->key_dim, a->value_dim);
-  c.leaves = (a->capacity_tokens + leaf - 1) / leaf;
+  c.leaves = (nyb_room_tokens(a) + leaf - 1) / leaf;
   return c;
 }
 
@@ -66,11 +67,33 @@ static int32_t tile_tokens(const nyb_attention *a) {
                          a->value_dim * a->v.format.bits / 8);
 }
 
+/* Where tokens stand: NYB_DECODE_IN_ORDER, ... */
+static int32_t placed(const nyb_attention *a) {
+  if (nyb_is_paged(a)) return NYB_DECODE_PAGES;
+  const bool shifted = a->starts != NULL || nyb_cuda_attention_is_placed(a);
+  return shifted ? NYB_DECODE_SHIFTED : NYB_DECODE_IN_ORDER;
+}
+
+/* Of pages as all who page have them: 16, 32, 64, ... tokens; of others -1. */
+static int32_t page_shift(const nyb_attention *a) {
+  int32_t shift = 4;
+  while (shift < 30 && INT64_C(1) << shift < a->pages.page_tokens) shift++;
+  return INT64_C(1) << shift == a->pages.page_tokens ? shift : -1;
+}
+
+static bool takes(const nyb_attention *a) {
+  const bool added = a->mask_array.kind == NYB_MASK_ARRAY_ADD;
+  const bool by_number =
+      a->mask_array.kind == NYB_MASK_ARRAY_BOOL && a->rounding == NYB_ROUNDING_MLX;
+  return !nyb_has_parts(a) && !added && !by_number && (!nyb_is_paged(a) || page_shift(a) >= 0);
+}
+
 static int64_t shared_bytes(const nyb_attention *a, const cut *c, int32_t stages) {
   return NYB_DECODE_SHARED_BYTES(
       a->key_dim, a->value_dim, a->k.format.bits, a->v.format.bits, a->k.format.group_size,
       a->v.format.group_size, (int64_t)nyb_dtype_bytes(a->k.format.dtype),
-      (int64_t)nyb_dtype_bytes(a->v.format.dtype), tile_tokens(a), stages, c->columns, c->row_room);
+      (int64_t)nyb_dtype_bytes(a->v.format.dtype), tile_tokens(a), stages, c->columns, c->row_room,
+      nyb_cuda_attention_is_featured(a));
 }
 
 /* As many as fit beside each other in the blocks of threads that a multiprocessor shall hold: few,
@@ -103,11 +126,16 @@ static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *
   return true;
 }
 
+static bool is_packed(const nyb_attention *a);
+static bool is_aligned_query(const nyb_attention *a);
+
 static bool suits(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
   (void)properties;
+  const nyb_attention *a = call->attention;
   const cut c = cut_of(call);
-  return c.rows <= MAX_ROWS && call->attention->capacity_tokens <= MAX_TOKENS &&
-         (c.leaves == 0 || c.pairs < INT32_MAX / c.leaves);
+  return c.rows <= MAX_ROWS && nyb_room_tokens(a) <= MAX_TOKENS &&
+         (c.leaves == 0 || c.pairs < INT32_MAX / c.leaves) &&
+         (!nyb_is_paged(a) || (is_packed(a) && is_aligned_query(a)));
 }
 
 static int64_t workspace_bytes(const nyb_attention_call *call,
@@ -126,21 +154,32 @@ static int64_t workspace_bytes(const nyb_attention_call *call,
 
 static bool is_packed_array(const nyb_attention *a, const void *data, const int64_t stride[3],
                             int64_t element_bytes, int64_t row_elements) {
+  const bool paged = nyb_is_paged(a);
   if (data == NULL) return true; /* planning */
   if ((uintptr_t)data % 16 != 0) return false;
-  if (a->capacity_tokens > 1 && stride[2] != row_elements) return false;
-  return (a->batch == 1 || stride[0] * element_bytes % 16 == 0) &&
+  if ((paged || a->capacity_tokens > 1) && stride[2] != row_elements) return false;
+  return ((!paged && a->batch == 1) || stride[0] * element_bytes % 16 == 0) &&
          (a->kv_heads == 1 || stride[1] * element_bytes % 16 == 0);
 }
 
-/* Whether the tokens of a head follow each other without gaps, from multiples of 16 bytes on. */
-static bool is_packed(const nyb_attention *a, const nyb_stored *stored, int64_t dim) {
+static bool is_packed_rows(const nyb_attention *a, const nyb_stored *stored, int64_t dim) {
   const int64_t scale_bytes = (int64_t)nyb_dtype_bytes(stored->format.dtype);
   const int64_t groups = dim / stored->format.group_size;
+  /* Rows that begin anywhere are copied by themselves. */
+  if (placed(a) == NYB_DECODE_SHIFTED &&
+      (dim * stored->format.bits / 8 % 16 != 0 || groups * scale_bytes % 4 != 0)) {
+    return false;
+  }
   return is_packed_array(a, stored->codes, stored->codes_stride, 4,
                          dim / 32 * stored->format.bits) &&
          is_packed_array(a, stored->scales, stored->scales_stride, scale_bytes, groups) &&
          is_packed_array(a, stored->biases, stored->biases_stride, scale_bytes, groups);
+}
+
+/* Whether the tokens of a head, or of a page, follow each other without gaps, from multiples of 16
+ * bytes on. */
+static bool is_packed(const nyb_attention *a) {
+  return is_packed_rows(a, &a->k, a->key_dim) && is_packed_rows(a, &a->v, a->value_dim);
 }
 
 static bool is_aligned_query(const nyb_attention *a) {
@@ -184,14 +223,17 @@ static int programs(const nyb_attention_call *call, const nyb_cuda_properties *p
   NYB_SET(COLUMNS, c.columns);
   NYB_SET(ROWS, c.row_room);
   NYB_SET(ROUND_SCORES, a->rounding == NYB_ROUNDING_MLX);
-  NYB_SET(PACKED, is_packed(a, &a->k, a->key_dim) && is_packed(a, &a->v, a->value_dim) &&
-                      is_aligned_query(a));
+  NYB_SET(PACKED, is_packed(a) && is_aligned_query(a));
   NYB_SET(STAGES, own_stages);
+  NYB_SET(FEATURED, nyb_cuda_attention_is_featured(a));
+  NYB_SET(PLACED, placed(a));
 #undef NYB_SET
   programs[1].spec.program = &nyb_cuda_program_attention_merge;
   programs[1].threads = merge_threads(&c);
   programs[1].spec.values[NYB_CUDA_PARAMETER(attention_merge, VALUE_DIM)] = (int32_t)a->value_dim;
   programs[1].spec.values[NYB_CUDA_PARAMETER(attention_merge, COLUMNS)] = c.columns;
+  programs[1].spec.values[NYB_CUDA_PARAMETER(attention_merge, FEATURED)] =
+      nyb_cuda_attention_is_featured(a);
   return 2;
 }
 
@@ -229,6 +271,7 @@ static nyb_decode_arguments arguments_of(const nyb_attention_call *call, const c
       .merge_groups = merge_groups(c),
       .leaf_tokens = NYB_DECODE_LEAF_TOKENS(a->key_dim, a->value_dim),
       .levels = NYB_DECODE_LEVELS(a->value_dim, c->row_room),
+      .page_shift = nyb_is_paged(a) ? page_shift(a) : 0,
   };
   arguments.partials = arguments.statistics + statistics_floats(c);
   nyb_cuda_byte_strides(a->q.stride, 2, arguments.q_stride);
@@ -252,22 +295,25 @@ static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
                          nyb_stream stream) {
   const nyb_attention *a = call->attention;
   const cut c = cut_of(call);
-  nyb_decode_arguments arguments = arguments_of(call, &c, workspace);
-  arguments.blocks = (int)decode_blocks(&c, scope->properties->multiprocessors,
-                                        kernels[0]->blocks_per_multiprocessor);
-  const int64_t grid[3] = {arguments.blocks, 1, 1};
-  const nyb_status status = nyb_cuda_launch(scope, kernels[0], grid, &arguments, stream, false);
+  nyb_decode_call_arguments all = {.decode = arguments_of(call, &c, workspace)};
+  if (nyb_cuda_attention_feature(a) != NULL) all.call = nyb_cuda_attention_arguments(call);
+  nyb_decode_arguments *arguments = &all.decode;
+  arguments->blocks = (int)decode_blocks(&c, scope->properties->multiprocessors,
+                                         kernels[0]->blocks_per_multiprocessor);
+  const int64_t grid[3] = {arguments->blocks, 1, 1};
+  const nyb_status status = nyb_cuda_launch(scope, kernels[0], grid, &all, stream, false);
   if (status != NYB_OK) return status;
-  const int64_t items = merge_threads(&c) / arguments.merge_groups;
+  const int64_t items = merge_threads(&c) / arguments->merge_groups;
   const int64_t parts = a->batch * a->kv_heads * c.rows * (a->value_dim / NYB_MERGE_ELEMENTS);
   const int64_t merge_grid[3] = {(parts + items - 1) / items, 1, 1};
-  return nyb_cuda_launch(scope, kernels[1], merge_grid, &arguments, stream, true);
+  return nyb_cuda_launch(scope, kernels[1], merge_grid, &all, stream, true);
 }
 
 const nyb_cuda_attention_kernel nyb_cuda_attention_decode = {
     .operation = NYB_OPERATION_ATTENTION_DECODE,
     .reason = "few query rows over an affine cache: codes go through the tensor cores as they are",
     .tuned = true,
+    .takes = takes,
     .supports = supports,
     .suits = suits,
     .workspace_bytes = workspace_bytes,

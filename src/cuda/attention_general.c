@@ -107,6 +107,11 @@ static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *
   return a->key_dim <= NYB_GENERAL_MAX_DIM && a->value_dim <= NYB_GENERAL_MAX_DIM;
 }
 
+static bool takes(const nyb_attention *attention) {
+  (void)attention;
+  return true;
+}
+
 static int64_t workspace_bytes(const nyb_attention_call *call,
                                const nyb_cuda_properties *properties) {
   const cut c = cut_of(call, properties);
@@ -171,7 +176,7 @@ const nyb_cuda_attention_kernel nyb_cuda_attention_general = {
     .operation = NYB_OPERATION_ATTENTION_GENERAL,
     .reason = "the general fused kernel takes every format, stride and alignment",
     .tuned = false,
-    .takes_features = true,
+    .takes = takes,
     .supports = supports,
     .suits = NULL,
     .workspace_bytes = workspace_bytes,

@@ -6,26 +6,30 @@
 // subnormal f16 number, code * 2^(position - 24), exactly; queries carry the other power of two.
 // Scales and biases come after the product, once for each token and group.
 //
-// A block's last warp copies. The other four share steps of 4 * TILE tokens: each scores a quarter of
-// the tokens and leaves their weights, times V's scales, in shared memory; then, while the next step
-// is scored, each sums a part of the output's elements over all of the step's tokens, so that few
-// sums are held in registers and none is added between warps. A leaf of tokens is summed in order;
-// leaves are added along a fixed binary tree over token positions. Maxima are whole numbers of log2
-// units, so that all rescaling is by powers of two and exact: where the tree is cut between blocks of
-// threads changes no bit. Leaves are dealt out in equal contiguous runs over the whole grid, and
-// copies are kept ahead across them.
+// A block's last warp copies. The other four share steps of 4 * TILE tokens: each scores a quarter
+// of the tokens and leaves their weights, times V's scales, in shared memory; then, while the next
+// step is scored, each sums a part of the output's elements over all of the step's tokens, so that
+// few sums are held in registers and none is added between warps. A leaf of tokens is summed in
+// order; leaves are added along a fixed binary tree over token positions. Maxima are whole numbers
+// of log2 units, so that all rescaling is by powers of two and exact: where the tree is cut between
+// blocks of threads changes no bit. Leaves are dealt out in equal contiguous runs over the whole
+// grid, and copies are kept ahead across them.
 //
 // Parameters of a specialisation (-D): KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
 // VALUE_GROUP, QUERY_TYPE (of q: F16 or BF16), KEY_SCALE_TYPE, VALUE_SCALE_TYPE (dtypes), COLUMNS
 // (query rows at once, 8 or 16), ROWS (of them, those that may be in use), ROUND_SCORES
-// (NYB_ROUNDING_MLX), PACKED (1: tokens of a head are contiguous and start at multiples of 16 bytes;
-// 0: any strides), STAGES (steps of tokens that are in shared memory or on their way).
+// (NYB_ROUNDING_MLX), PACKED (1: tokens of a head are contiguous and start at multiples of 16
+// bytes; 0: any strides), STAGES (steps of tokens that are in shared memory or on their way),
+// FEATURED (tokens are hidden by more than a causal mask, sequences have starts, scores are capped
+// or sloped), PLACED (NYB_DECODE_IN_ORDER: tokens follow each other; _SHIFTED: from anywhere on, or
+// in a ring; _PAGES: in pages, by runs of 16).
 #include "attention_decode.cuh"
 
 #if !defined(KEY_DIM) || !defined(VALUE_DIM) || !defined(KEY_BITS) || !defined(VALUE_BITS) || \
     !defined(KEY_GROUP) || !defined(VALUE_GROUP) || !defined(QUERY_TYPE) ||                   \
     !defined(KEY_SCALE_TYPE) || !defined(VALUE_SCALE_TYPE) || !defined(COLUMNS) ||            \
-    !defined(ROWS) || !defined(ROUND_SCORES) || !defined(PACKED) || !defined(STAGES)
+    !defined(ROWS) || !defined(ROUND_SCORES) || !defined(PACKED) || !defined(STAGES) ||       \
+    !defined(FEATURED) || !defined(PLACED)
 #error "a parameter of attention_decode is missing"
 #endif
 
@@ -45,20 +49,23 @@ constexpr int LANE_TOKENS = TILE / 8;
 static_assert(STAGES >= 2 && STAGES <= NYB_DECODE_MAX_STAGES);
 
 // Scores are the sum of PARTS parts of head_dim, and what is summed over a lane's tokens that of as
-// many sets of them, however many query rows there are: a row's bits do not depend on its neighbours.
-// Few query rows leave columns of the scores' products free. They take the other part of head_dim
-// then: column j of USED belongs to the first part, j + USED to the next, and each lane scales its
-// part alone. The lanes of a row's parts then add them up, each for KEPT of their LANE_TOKENS tokens.
+// many sets of them, however many query rows there are: a row's bits do not depend on its
+// neighbours. Few query rows leave columns of the scores' products free. They take the other part
+// of head_dim then: column j of USED belongs to the first part, j + USED to the next, and each lane
+// scales its part alone. The lanes of a row's parts then add them up, each for KEPT of their
+// LANE_TOKENS tokens.
 constexpr int PARTS = KEY_DIM / 16 % 2 == 0 && (KEY_GROUPS == 1 || KEY_GROUPS % 2 == 0) ? 2 : 1;
 constexpr int SPLIT = COLUMNS == 8 && ROWS <= 4 ? PARTS : 1, USED = COLUMNS / SPLIT;
 constexpr int KEPT = LANE_TOKENS / SPLIT;
-constexpr int PART_GROUPS = KEY_GROUPS > PARTS ? KEY_GROUPS / PARTS : 1; // of a part
+constexpr int PART_GROUPS = KEY_GROUPS > PARTS ? KEY_GROUPS / PARTS : 1;  // of a part
 // What a lane has of them: parts, groups, sets of tokens.
 constexpr int LANE_PARTS = PARTS / SPLIT, SETS = PARTS / SPLIT, SET_TOKENS = KEPT / SETS;
 constexpr int LANE_GROUPS = SPLIT == PARTS ? PART_GROUPS : KEY_GROUPS;
 constexpr int LANE_SUMS = LANE_PARTS * PART_GROUPS;
 constexpr bool HOLD_SUMS = LANE_SUMS * N_TILES <= 4;
-__device__ __forceinline__ int lane_part() { return SPLIT == 1 ? 0 : (threadIdx.x & 3) * SPLIT / 4; }
+__device__ __forceinline__ int lane_part() {
+  return SPLIT == 1 ? 0 : (threadIdx.x & 3) * SPLIT / 4;
+}
 // Adds or compares over the lanes that share columns: their tokens differ.
 constexpr int NEXT_ROW = SPLIT == 1 ? 4 : 2;
 constexpr int LEVELS = NYB_DECODE_LEVELS(VALUE_DIM, ROWS);
@@ -85,14 +92,14 @@ constexpr int QUERIES_AT = VALUE_SCALES_AT + SCALE_STAGES * SCALE_STAGE_BYTES;
 constexpr int QUERY_BYTES = NYB_DECODE_QUERY_BYTES(KEY_DIM, COLUMNS);
 // Two steps' weights times V's scales, f16: for each group and column a row of tokens. Rows of
 // neighbouring columns start 4 banks apart.
-constexpr int WEIGHT_ROWS = COLUMNS; // the first USED of them in use
+constexpr int WEIGHT_ROWS = COLUMNS;  // the first USED of them in use
 constexpr int WEIGHT_ROW_BYTES = STEP * 2 + 16;
-constexpr int QUERY_SUMS_AT = QUERIES_AT + QUERY_BYTES; // where they are too many to be held
+constexpr int QUERY_SUMS_AT = QUERIES_AT + QUERY_BYTES;  // where they are too many to be held
 constexpr int QUERY_SUMS_BYTES = NYB_DECODE_QUERY_SUMS_BYTES(KEY_DIM, KEY_GROUP, COLUMNS);
-constexpr int VISIBLE_AT = QUERY_SUMS_AT + QUERY_SUMS_BYTES; // how many tokens each row sees
-constexpr int WEIGHTS_AT = VISIBLE_AT + COLUMNS * 4;
+constexpr int VISIBLE_AT = QUERY_SUMS_AT + QUERY_SUMS_BYTES;  // how many tokens each row sees
+constexpr int WEIGHTS_AT = VISIBLE_AT + COLUMNS * 4 * NYB_DECODE_SIGHT_WORDS(FEATURED);
 constexpr int WEIGHT_GROUP_BYTES = WEIGHT_ROWS * WEIGHT_ROW_BYTES;
-constexpr int WEIGHT_STEP_BYTES = VALUE_GROUPS * WEIGHT_GROUP_BYTES; // one step's; there are two
+constexpr int WEIGHT_STEP_BYTES = VALUE_GROUPS * WEIGHT_GROUP_BYTES;  // one step's; there are two
 // What warps tell each other: maxima and exponents where they are raised, sums at a leaf's end.
 // Before there are weights: the query rows' maxima and sums.
 constexpr int QUERY_SCRATCH_AT = WEIGHTS_AT;
@@ -157,9 +164,10 @@ template <int COUNT>
 __device__ __forceinline__ void store_transposed(uint32 address, const uint32 *words) {
 #if __CUDA_ARCH__ >= 900
   if constexpr (COUNT == 4) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
-                 "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
-                 : "memory");
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(address),
+        "r"(words[0]), "r"(words[1]), "r"(words[2]), "r"(words[3])
+        : "memory");
   } else if constexpr (COUNT == 2) {
     asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1,%2};" ::"r"(address),
                  "r"(words[0]), "r"(words[1])
@@ -188,8 +196,8 @@ __device__ __forceinline__ float load_float_shared(uint32 address) {
   return value;
 }
 __device__ __forceinline__ void store_floats_4(uint32 address, const float *values) {
-  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(values[0]), "f"(values[1]),
-               "f"(values[2]), "f"(values[3])
+  asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(address), "f"(values[0]),
+               "f"(values[1]), "f"(values[2]), "f"(values[3])
                : "memory");
 }
 __device__ __forceinline__ void load_floats_4(float *values, uint32 address) {
@@ -227,11 +235,11 @@ struct Layout {
       (BITS == 2 || BITS == 4 || BITS == 8) && ROW % 16 == 0 && GROUP * BITS % 128 == 0;
   static constexpr int UNITS = ROW / 16;
   static constexpr int UNIT_DIMS = 128 / BITS;
-  // A tile lies in shared memory as in memory, in lines of 128 bytes: where the halves of a line went
-  // to different ones, each would be asked for alone, and reading would take a fifth longer. Within
-  // a line, the units' places are xored with a number such that the units that ldmatrix reads at
-  // once, of eight tokens LANE_TOKENS apart, lie on different banks.
-  static constexpr int ROW_UNITS = LANE_TOKENS * UNITS; // from such a token to the next
+  // A tile lies in shared memory as in memory, in lines of 128 bytes: where the halves of a line
+  // went to different ones, each would be asked for alone, and reading would take a fifth longer.
+  // Within a line, the units' places are xored with a number such that the units that ldmatrix
+  // reads at once, of eight tokens LANE_TOKENS apart, lie on different banks.
+  static constexpr int ROW_UNITS = LANE_TOKENS * UNITS;  // from such a token to the next
   static constexpr bool REGULAR = (UNITS & (UNITS - 1)) == 0;
   static __device__ __forceinline__ int turn(int row) {
     return ROW_UNITS >= 8 ? row : row * ROW_UNITS / 8;
@@ -258,7 +266,7 @@ struct Layout {
 template <class LAYOUT>
 struct Place {
   uint32 base;
-  int row, first; // REGULAR: where the first is, from base on
+  int row, first;  // REGULAR: where the first is, from base on
   __device__ __forceinline__ void start(uint32 tile, int lane_row, int lane_first) {
     base = tile;
     row = lane_row;
@@ -299,7 +307,7 @@ template <int BITS>
 __device__ __forceinline__ uint32 run_window(const uint32 *run, int bit, int *byte) {
   const int word = bit / 32;
   *byte = bit / 8 % 4;
-  if (*byte == 3 && bit % 8 + BITS > 8) { // it goes on in the next register
+  if (*byte == 3 && bit % 8 + BITS > 8) {  // it goes on in the next register
     *byte = 0;
     return __funnelshift_r(run[word], run[word + 1], 24);
   }
@@ -311,9 +319,10 @@ __device__ __forceinline__ uint32 run_field(const uint32 *low_run, int low, cons
   int low_byte, high_byte;
   const uint32 low_word = run_window<BITS>(low_run, low, &low_byte);
   const uint32 high_word = run_window<BITS>(high_run, high, &high_byte);
-  const int low_next = low_byte < 3 ? low_byte + 1 : 3, high_next = high_byte < 3 ? high_byte + 1 : 3;
-  uint32 word = __byte_perm(low_word, high_word,
-                            low_byte | low_next << 4 | (high_byte + 4) << 8 | (high_next + 4) << 12);
+  const int low_next = low_byte < 3 ? low_byte + 1 : 3,
+            high_next = high_byte < 3 ? high_byte + 1 : 3;
+  uint32 word = __byte_perm(
+      low_word, high_word, low_byte | low_next << 4 | (high_byte + 4) << 8 | (high_next + 4) << 12);
   const int shift = run_shift(BITS, low, high);
   word >>= shift;
   const uint32 mask = (1u << BITS) - 1;
@@ -339,24 +348,27 @@ __device__ __forceinline__ void load_run(uint32 *run, uint32 row, int at) {
 
 // The codes of a group that one lane holds, on either side, and how they are ordered.
 constexpr int KEY_LANE_DIMS = KEY_GROUP / 4;
-constexpr int VALUE_SPAN = Values::BY_UNITS ? Values::UNIT_DIMS : VALUE_GROUP; // a row of lanes'
+constexpr int VALUE_SPAN = Values::BY_UNITS ? Values::UNIT_DIMS : VALUE_GROUP;  // a row of lanes'
 constexpr int VALUE_LANE_DIMS = VALUE_SPAN / 8;
 
 // The output's elements come in pieces of so many tiles of the products' M side: a unit, or a part
 // of a group. Warps share the pieces between them, and the step's tokens where those are too few.
 constexpr int SPANS = VALUE_DIM / VALUE_SPAN, SPAN_SUMS = VALUE_SPAN / 16;
-constexpr int SPAN_PARTS = Values::BY_UNITS ? 1 : SPAN_SUMS % 4 == 0 ? 4 : SPAN_SUMS % 2 == 0 ? 2 : 1;
+constexpr int SPAN_PARTS = Values::BY_UNITS     ? 1
+                           : SPAN_SUMS % 4 == 0 ? 4
+                           : SPAN_SUMS % 2 == 0 ? 2
+                                                : 1;
 constexpr int PIECES = SPANS * SPAN_PARTS, PIECE_SUMS = SPAN_SUMS / SPAN_PARTS;
 constexpr int PIECE_LANE_DIMS = VALUE_LANE_DIMS / SPAN_PARTS;
 constexpr int DIM_WARPS = PIECES % 4 == 0 ? 4 : PIECES % 2 == 0 ? 2 : 1;
 constexpr int TOKEN_WARPS = WARPS / DIM_WARPS;
 constexpr int WARP_PIECES = PIECES / DIM_WARPS;
-constexpr int VALUE_HALVES = STEP / TOKEN_WARPS / 16; // that a warp sums
-constexpr int SUMS = WARP_PIECES * PIECE_SUMS;        // tiles of the products' M side
+constexpr int VALUE_HALVES = STEP / TOKEN_WARPS / 16;  // that a warp sums
+constexpr int SUMS = WARP_PIECES * PIECE_SUMS;         // tiles of the products' M side
 static_assert(PIECE_LANE_DIMS == 2 * PIECE_SUMS);
 
-// Step `step` of the products along head_dim: which of its elements a lane holds in slot 0 to 3, and
-// at which power of two the code stands there.
+// Step `step` of the products along head_dim: which of its elements a lane holds in slot 0 to 3,
+// and at which power of two the code stands there.
 constexpr int KEY_STEPS = KEY_DIM / 16;
 __device__ __forceinline__ int key_lane_element(int step, int slot) {
   constexpr int RUN = Keys::BY_UNITS ? 32 / KEY_BITS : KEY_LANE_DIMS, STEPS = RUN / 4;
@@ -380,7 +392,8 @@ __device__ __forceinline__ int value_position(int lane_dim) {
   return bit % 8 - run_shift(VALUE_BITS, bit, bit);
 }
 
-// ---- Scales and biases of a lane's tokens ---------------------------------------------------------
+// ---- Scales and biases of a lane's tokens
+// ---------------------------------------------------------
 
 template <int BYTES>
 __device__ __forceinline__ void load_words(uint32 *to, uint32 address) {
@@ -407,7 +420,7 @@ __device__ __forceinline__ void load_words(uint32 *to, uint32 address) {
 // TOKENS neighbouring tokens' first GROUPS of STRIDE groups.
 template <int DTYPE, int TOKENS, int GROUPS, int STRIDE>
 struct PerGroup {
-  static constexpr int WORDS = (GROUPS * bytes_of(DTYPE) + 3) / 4; // of a token, or of all tokens
+  static constexpr int WORDS = (GROUPS * bytes_of(DTYPE) + 3) / 4;  // of a token, or of all tokens
   static constexpr bool CONTIGUOUS = GROUPS == STRIDE && TOKENS * GROUPS * bytes_of(DTYPE) % 4 == 0;
   uint32 words[CONTIGUOUS ? TOKENS * GROUPS * bytes_of(DTYPE) / 4 : TOKENS * WORDS];
   __device__ __forceinline__ void load(uint32 from) {
@@ -451,42 +464,43 @@ __device__ __forceinline__ uint32 value_scale_offset() {
   return lane_token() * VALUE_GROUPS * bytes_of(VALUE_SCALE_TYPE);
 }
 
-// ---- Where a block of threads is in its run of leaves ---------------------------------------------
+// ---- Where a block of threads is in its run of leaves
+// ---------------------------------------------
 
-struct Position {
-  int batch, pair; // pair: KV head and tile of query rows within the sequence
-  int leaf, length;
+struct Position : Sequence {
+  int batch, pair;  // pair: KV head and tile of query rows within the sequence
+  int leaf;
 
-  __device__ __forceinline__ int leaves() const { return (length + LEAF - 1) / LEAF; }
+  __device__ __forceinline__ Leaves leaves() const { return Leaves(*this, LEAF); }
 };
 
 struct Problem {
+  const Arguments *all;
   const nyb_decode_arguments *arguments;
 
-  __device__ __forceinline__ int pairs() const { // of a sequence
+  __device__ __forceinline__ int pairs() const {  // of a sequence
     return arguments->kv_heads * arguments->row_tiles;
   }
 
   __device__ __forceinline__ int head_of(const Position &at) const {
     return arguments->row_tiles == 1 ? at.pair : at.pair / arguments->row_tiles;
   }
-  __device__ __forceinline__ int length_of(int batch) const { return ::length_of(*arguments, batch); }
-  __device__ __forceinline__ static int leaves_of(int length) {
-    return (length + LEAF - 1) / LEAF;
+  __device__ __forceinline__ int leaves_of(int batch) const {
+    return Leaves(sequence_of(*all, batch), LEAF).count();
   }
   // All leaves of all pairs: the host takes another kernel where they are 2^31 or more.
   __device__ __forceinline__ uint32 units() const {
-    if (arguments->batch == 1) return leaves_of(length_of(0)) * pairs();
+    if (arguments->batch == 1) return leaves_of(0) * pairs();
     uint32 leaves = 0;
     for (int batch = threadIdx.x & 31; batch < arguments->batch; batch += 32)
-      leaves += leaves_of(length_of(batch));
+      leaves += leaves_of(batch);
     for (int distance = 16; distance > 0; distance /= 2)
       leaves += __shfl_xor_sync(~0u, leaves, distance);
     return leaves * pairs();
   }
   __device__ __forceinline__ void enter_sequence(Position &at, int batch) const {
     at.batch = batch;
-    at.length = length_of(batch);
+    static_cast<Sequence &>(at) = sequence_of(*all, batch);
   }
   // A lane looks at a sequence.
   __device__ __forceinline__ Position find(uint32 unit) const {
@@ -494,11 +508,10 @@ struct Problem {
     Position at;
     if (arguments->batch == 1) enter_sequence(at, 0);
     for (int first = 0; arguments->batch > 1; first += 32) {
-      const uint32 own =
-          first + lane < arguments->batch
-              ? static_cast<uint32>(leaves_of(length_of(first + lane))) * pairs()
-              : 0;
-      uint32 end = own; // of the sequence's units
+      const uint32 own = first + lane < arguments->batch
+                             ? static_cast<uint32>(leaves_of(first + lane)) * pairs()
+                             : 0;
+      uint32 end = own;  // of the sequence's units
       for (int distance = 1; distance < 32; distance *= 2) {
         const uint32 before = __shfl_up_sync(~0u, end, distance);
         if (lane >= distance) end += before;
@@ -513,46 +526,95 @@ struct Problem {
       enter_sequence(at, first + index);
       break;
     }
-    at.pair = static_cast<int>(unit / static_cast<uint32>(at.leaves()));
-    at.leaf = static_cast<int>(unit % static_cast<uint32>(at.leaves()));
+    const uint32 leaves = at.leaves().count();
+    at.pair = static_cast<int>(unit / leaves);
+    at.leaf = at.leaves().leaf_at(static_cast<int>(unit % leaves));
     return at;
   }
   // To the next one, which exists.
   __device__ __forceinline__ void advance(Position &at) const {
-    if (++at.leaf < at.leaves()) return;
-    at.leaf = 0;
+    if (++at.leaf < at.leaves().end) {
+      if constexpr (FEATURED) {
+        if (at.leaf == at.leaves().keep) at.leaf = at.leaves().begin;
+      }
+      return;
+    }
+    at.leaf = at.leaves().leaf_at(0);
     if (++at.pair < pairs()) return;
     at.pair = 0;
     do enter_sequence(at, at.batch + 1);
-    while (at.length == 0);
+    while (FEATURED ? at.leaves().count() == 0 : at.length == 0);
+    at.leaf = at.leaves().leaf_at(0);
   }
 };
 
-__device__ __forceinline__ int steps_of_leaf(const Position &at) {
-  const int left = at.length - at.leaf * LEAF;
+// A leaf's steps from `first` up to `end` hold something that is seen.
+__device__ __forceinline__ int first_step_of(const Position &at) {
+#if FEATURED
+  const Leaves leaves = at.leaves();
+  const int hidden = at.begin_token - at.leaf * LEAF;
+  if (at.leaf == leaves.begin && at.keep_tokens <= at.leaf * LEAF && hidden > 0)
+    return hidden / STEP;
+#endif
+  return 0;
+}
+__device__ __forceinline__ int end_step_of(const Position &at) {
+  int left = at.length - at.leaf * LEAF;
+#if FEATURED
+  if (at.leaf < at.leaves().keep) left = at.keep_tokens - at.leaf * LEAF;
+#endif
   return left >= LEAF ? LEAF_STEPS : (left + STEP - 1) / STEP;
 }
 
 // ---- Copying tiles -----------------------------------------------------------------------------
 
-// K's or V's bytes of a step's tokens, on their way to shared memory: by the block's last warp, which
-// does nothing else.
-// Where in a stage the first warp's are; another's are OWN bytes on. What is NONE stays away.
+// From a sequence's tokens to its rows: they begin anywhere, or go round in a ring behind those
+// that are kept.
+struct Shift {
+  int keep_end, wrap, of_kept, of_ring,
+      of_wrapped;  // wrap: the first token in the ring's first slot
+  __device__ __forceinline__ void start(const Arguments &arguments, const Position &at) {
+    const nyb_attention_arguments &call = call_of(arguments);
+    keep_end = wrap = 0x7fffffff;
+    of_kept = of_ring = of_wrapped = 0;
+#if FEATURED
+    of_kept = at.start;
+#endif
+    if (call.places != NYB_PLACES_RING) return;
+    const int capacity = static_cast<int>(call.capacity_tokens),
+              slots = capacity - call.ring_keep_tokens;
+    if (call.ring_offsets != nullptr) of_ring = max(min(call.ring_offsets[at.batch], slots - 1), 0);
+    keep_end = call.ring_keep_tokens;
+    wrap = capacity - of_ring;
+    of_wrapped = of_ring - slots;
+  }
+  __device__ __forceinline__ int row_of(int token) const {
+    return token + (token < keep_end ? of_kept : token < wrap ? of_ring : of_wrapped);
+  }
+};
+
+// K's or V's bytes of a step's tokens, on their way to shared memory: by the block's last warp,
+// which does nothing else. Where in a stage the first warp's are; another's are OWN bytes on. What
+// is NONE stays away.
 constexpr int NONE = -1;
 template <class LAYOUT, int DTYPE, int GROUPS, int CODES_AT, int SCALES_AT, int BIASES_AT, int OWN>
 struct Copies {
   static constexpr int ROW = LAYOUT::ROW, SCALE_ROW = GROUPS * bytes_of(DTYPE);
-  static constexpr int CHUNKS = TILE * ROW / 16, LANE_CHUNKS = (CHUNKS + 31) / 32; // of a tile
+  static constexpr int CHUNKS = TILE * ROW / 16, LANE_CHUNKS = (CHUNKS + 31) / 32;  // of a tile
   static constexpr int TILE_SCALE_CHUNKS = TILE * SCALE_ROW / 16;
   static constexpr int SCALE_CHUNKS = WARPS * TILE_SCALE_CHUNKS;
 
   Problem problem;
   const nyb_decode_stored *stored;
   Position at;
-  uint32 units_left; // this one included
+  uint32 units_left;  // this one included
   int step, steps, tokens_left;
-  const char *codes, *scales, *biases; // of the step
-  uint32 offset[LANE_CHUNKS];          // where the lane's chunks of a tile go
+  const char *codes, *scales, *biases;  // of the step; PLACED: of the head's first row
+  uint32 offset[LANE_CHUNKS];           // where the lane's chunks of a tile go
+  Shift shift;                          // PLACED
+  // Pages: of each run of the leaf a lane knows where it is, and the page of the next leaf's.
+  const char *run_codes, *run_scales, *run_biases;
+  int next_page;
 
   __device__ __forceinline__ void start(const Problem &all, const nyb_decode_stored &from,
                                         const Position &first, uint32 units) {
@@ -572,19 +634,21 @@ struct Copies {
 
   // From the leaf before in the same pair, or from anywhere.
   __device__ __forceinline__ void enter_leaf(bool same_pair) {
-    step = 0;
-    steps = steps_of_leaf(at);
-    const int token = at.leaf * LEAF;
+    step = first_step_of(at);
+    steps = end_step_of(at);
+    const int token = at.leaf * LEAF + step * STEP;
     tokens_left = at.length - token;
-    if (same_pair) return; // the leaf before was whole
-    const int64 batch = at.batch, head = problem.head_of(at);
+    if (!FEATURED && !PLACED && same_pair) return;  // the leaf before was whole
+    const int64 batch = PLACED == NYB_DECODE_PAGES ? 0 : at.batch, head = problem.head_of(at);
     const auto address = [&](const char *base, const long long *stride) {
-      return base + batch * stride[0] + head * stride[1] + token * stride[2];
+      return base + batch * stride[0] + head * stride[1] + (PLACED ? 0 : token) * stride[2];
     };
     codes = address(stored->codes, stored->codes_stride);
     scales = address(stored->scales, stored->scales_stride);
     biases = address(stored->biases, stored->biases_stride);
-    if constexpr (PACKED) {
+    if constexpr (PLACED == NYB_DECODE_SHIFTED) shift.start(*problem.all, at);
+    if constexpr (PLACED == NYB_DECODE_PAGES) enter_pages(same_pair);
+    if constexpr (PACKED && !PLACED) {
       const int lane = threadIdx.x & 31;
       codes += lane * 16;
       scales += lane * 16;
@@ -596,18 +660,18 @@ struct Copies {
   static __device__ __forceinline__ void copy_half_words(uint32 to, const char *from, int bytes) {
 #pragma unroll 1
     for (int at = 0; at < 16; at += 2) {
-      const uint16 bits = at < bytes ? *reinterpret_cast<const uint16 *>(from + at)
-                                     : static_cast<uint16>(0);
+      const uint16 bits =
+          at < bytes ? *reinterpret_cast<const uint16 *>(from + at) : static_cast<uint16>(0);
       asm volatile("st.shared.b16 [%0], %1;" ::"r"(to + at), "h"(bits) : "memory");
     }
   }
   template <bool FULL>
   __device__ __forceinline__ void copy_packed(uint32 stage) const {
-    if constexpr (CODES_AT != NONE) copy_packed_codes<FULL>(stage);
+    if constexpr (CODES_AT != NONE) copy_packed_codes<FULL>(stage, codes);
     if constexpr (SCALES_AT != NONE) copy_packed_scales<FULL>(stage);
   }
   template <bool FULL>
-  __device__ __forceinline__ void copy_packed_codes(uint32 stage) const {
+  __device__ __forceinline__ void copy_packed_codes(uint32 stage, const char *step_codes) const {
     const int lane = threadIdx.x & 31;
 #pragma unroll
     for (int i = 0; i < LANE_CHUNKS; i++) {
@@ -616,7 +680,7 @@ struct Copies {
       const uint32 to = stage + offset[i];
 #pragma unroll
       for (int tile = 0; tile < WARPS; tile++) {
-        const char *from = codes + tile * TILE * ROW + 512 * i;
+        const char *from = step_codes + tile * TILE * ROW + 512 * i;
         if constexpr (FULL) {
           copy_async_16(to + tile * OWN, from);
         } else {
@@ -643,7 +707,7 @@ struct Copies {
         if (left % 4 == 0) {
           copy_async_16(to + SCALES_AT, scales + 512 * i, left);
           copy_async_16(to + BIASES_AT, biases + 512 * i, left);
-        } else { // compute-sanitizer takes a copy that ends within a word for one of 16 bytes
+        } else {  // compute-sanitizer takes a copy that ends within a word for one of 16 bytes
           copy_half_words(to + SCALES_AT, scales + 512 * i, left);
           copy_half_words(to + BIASES_AT, biases + 512 * i, left);
         }
@@ -667,7 +731,7 @@ struct Copies {
       const int target = LAYOUT::word_offset(token % TILE, word);
       const bool inside = token < tokens_left;
       copy_async_4(stage + token / TILE * OWN + CODES_AT + target,
-                   codes + (inside ? token : 0) * stored->codes_stride[2] + word * 4,
+                   codes + row_of(inside ? token : 0) * stored->codes_stride[2] + word * 4,
                    inside ? 4 : 0);
     }
   }
@@ -675,10 +739,10 @@ struct Copies {
                                                       int64 stride) const {
     for (int index = threadIdx.x & 31; index < STEP * GROUPS; index += 32) {
       const int token = index / GROUPS, group = index % GROUPS;
-      const char *row = from + token * stride;
-      const uint32 target = to + token / TILE * OWN +
-                            (token % TILE * GROUPS + group) * bytes_of(DTYPE);
       const bool inside = token < tokens_left;
+      const char *row = from + row_of(inside ? token : 0) * stride;
+      const uint32 target =
+          to + token / TILE * OWN + (token % TILE * GROUPS + group) * bytes_of(DTYPE);
       if constexpr (DTYPE == F32) {
         const uint32 bits = inside ? reinterpret_cast<const uint32 *>(row)[group] : 0;
         asm volatile("st.shared.b32 [%0], %1;" ::"r"(target), "r"(bits) : "memory");
@@ -690,16 +754,158 @@ struct Copies {
     }
   }
 
+  // ---- PLACED
+  // The row of the step's token `token`, from `codes` on.
+  __device__ __forceinline__ int64 row_of(int token) const {
+    if constexpr (PLACED != NYB_DECODE_SHIFTED) return token;
+    return shift.row_of(at.leaf * LEAF + step * STEP + token);
+  }
+  // Rows from anywhere on: each is at a multiple of 16 bytes, and its scales at one of 4. Mostly a
+  // step's follow each other.
+  __device__ __forceinline__ void copy_shifted(uint32 stage) const {
+    const int lane = threadIdx.x & 31, last = min(tokens_left, STEP) - 1;
+    if constexpr (CODES_AT != NONE) {
+      if (row_of(last) - row_of(0) == last) {
+        const char *step_codes = codes + row_of(0) * ROW + lane * 16;
+        if (tokens_left >= STEP) {
+          copy_packed_codes<true>(stage, step_codes);
+        } else {
+          copy_packed_codes<false>(stage, step_codes);
+        }
+      } else {
+#pragma unroll 1
+        for (int index = lane; index < STEP * (ROW / 16); index += 32) {
+          const int token = index / (ROW / 16), chunk = index % (ROW / 16);
+          const bool inside = token < tokens_left;
+          copy_async_16(stage + token / TILE * OWN + CODES_AT +
+                            LAYOUT::chunk_offset(token % TILE * (ROW / 16) + chunk),
+                        codes + row_of(inside ? token : 0) * ROW + chunk * 16, inside ? 16 : 0);
+        }
+      }
+    }
+    if constexpr (SCALES_AT != NONE) {
+      if (row_of(last) - row_of(0) != last) {
+        copy_shifted_scales<false, false>(stage);
+      } else if (tokens_left >= STEP) {
+        copy_shifted_scales<true, true>(stage);
+      } else {
+        copy_shifted_scales<true, false>(stage);
+      }
+    }
+  }
+  // A word at once.
+  template <bool IN_LINE, bool FULL>
+  __device__ __forceinline__ void copy_shifted_scales(uint32 stage) const {
+    constexpr int WORDS = SCALE_ROW / 4, UNROLL = IN_LINE && FULL ? STEP * WORDS / 32 : 1;
+    const int lane = threadIdx.x & 31;
+    const int64 first = row_of(0) * SCALE_ROW;
+#pragma unroll UNROLL
+    for (int i = 0; i < STEP * WORDS / 32; i++) {
+      const int index = lane + 32 * i, token = index / WORDS;
+      const bool inside = FULL || token < tokens_left;
+      const int64 from = !inside   ? first
+                         : IN_LINE ? first + index * 4
+                                   : row_of(token) * SCALE_ROW + index % WORDS * 4;
+      const uint32 to = stage + index / (TILE * WORDS) * OWN + index % (TILE * WORDS) * 4;
+      copy_async_4(to + SCALES_AT, scales + from, inside ? 4 : 0);
+      copy_async_4(to + BIASES_AT, biases + from, inside ? 4 : 0);
+    }
+  }
+
+  static constexpr int RUN = NYB_DECODE_PAGE_RUN, RUNS = STEP / RUN;  // of tokens
+  static_assert(LEAF <= 32 * RUN);
+  // The page of the lane's run of a leaf, as the table has it.
+  __device__ __forceinline__ int page_of(int leaf) const {
+    const nyb_attention_arguments &call = call_of(*problem.all);
+    const int token = leaf * LEAF + (threadIdx.x & 31) % (LEAF / RUN) * RUN;
+    if (token >= at.length) return 0;
+    return call.page_table[at.batch * call.page_table_stride + (token >> page_shift())];
+  }
+  __device__ __forceinline__ int page_shift() const { return problem.arguments->page_shift; }
+  __device__ __forceinline__ void enter_pages(bool same_pair) {
+    const int page = same_pair ? next_page : page_of(at.leaf);
+    next_page = page_of(at.leaf + 1);
+    const int64 block = max(min(page, call_of(*problem.all).page_count - 1), 0);
+    const int token = at.leaf * LEAF + (threadIdx.x & 31) % (LEAF / RUN) * RUN;
+    const int row = token & ((1 << page_shift()) - 1);
+    run_codes = codes + block * stored->codes_stride[0] + row * ROW;
+    run_scales = scales + block * stored->scales_stride[0] + row * SCALE_ROW;
+    run_biases = biases + block * stored->biases_stride[0] + row * SCALE_ROW;
+  }
+  // Of the step's run `run`.
+  __device__ __forceinline__ const char *of_run(const char *own, int run) const {
+    return reinterpret_cast<const char *>(
+        __shfl_sync(~0u, reinterpret_cast<uint64>(own), step * RUNS + run));
+  }
+  __device__ __forceinline__ void copy_pages(uint32 stage) const {
+    const int lane = threadIdx.x & 31;
+    if constexpr (CODES_AT != NONE && ROW % 32 == 0) {  // 32 chunks at once are of the same run
+#pragma unroll
+      for (int run = 0; run < RUNS; run++) {
+        const int tile = run * RUN / TILE;
+        const char *from = of_run(run_codes, run) + lane * 16;
+        const int left = (tokens_left - run * RUN) * ROW - lane * 16;
+#pragma unroll
+        for (int i = 0; i < ROW / 32; i++) {
+          const int rest = left - 512 * i;
+          copy_async_16(stage + offset[run % (TILE / RUN) * (ROW / 32) + i] + tile * OWN,
+                        from + 512 * i,
+                        rest < 0    ? 0
+                        : rest > 16 ? 16
+                                    : rest);
+        }
+      }
+    } else if constexpr (CODES_AT != NONE) {
+#pragma unroll
+      for (int i = 0; i < LANE_CHUNKS; i++) {
+        const int chunk = min(lane + 32 * i, CHUNKS - 1);
+#pragma unroll
+        for (int tile = 0; tile < WARPS; tile++) {
+          const char *from = of_run(run_codes, tile * TILE / RUN + chunk / ROW) + chunk % ROW * 16;
+          const int left = (tokens_left - tile * TILE) * ROW - chunk * 16;
+          if (CHUNKS % 32 != 0 && lane + 32 * i >= CHUNKS) continue;
+          copy_async_16(stage + offset[i] + tile * OWN, from, left < 0 ? 0 : left > 16 ? 16 : left);
+        }
+      }
+    }
+    if constexpr (SCALES_AT != NONE) {
+#pragma unroll
+      for (int i = 0; i < (SCALE_CHUNKS + 31) / 32; i++) {
+        const int chunk = min(lane + 32 * i, SCALE_CHUNKS - 1);
+        const uint32 to = stage + chunk / TILE_SCALE_CHUNKS * OWN + chunk % TILE_SCALE_CHUNKS * 16;
+        const int within = chunk % SCALE_ROW * 16;
+        const char *from_scales = of_run(run_scales, chunk / SCALE_ROW) + within;
+        const char *from_biases = of_run(run_biases, chunk / SCALE_ROW) + within;
+        if (SCALE_CHUNKS % 32 != 0 && lane + 32 * i >= SCALE_CHUNKS) continue;
+        int left = tokens_left * SCALE_ROW - chunk * 16;
+        left = left < 0 ? 0 : left > 16 ? 16 : left;
+        if (left % 4 == 0) {
+          copy_async_16(to + SCALES_AT, from_scales, left);
+          copy_async_16(to + BIASES_AT, from_biases, left);
+        } else {
+          copy_half_words(to + SCALES_AT, from_scales, left);
+          copy_half_words(to + BIASES_AT, from_biases, left);
+        }
+      }
+    }
+  }
+
   // Queues the next step's copies where there is one.
   __device__ __forceinline__ void queue(uint32 stage) {
     if (step == steps && units_left > 1) {
       units_left--;
+      const int before = at.leaf;
       problem.advance(at);
-      enter_leaf(at.leaf != 0);
+      enter_leaf(FEATURED ? at.leaf == before + 1 && at.leaf != at.leaves().leaf_at(0)
+                          : at.leaf != 0);
     }
     if (step < steps) {
       if constexpr (!PACKED) {
         copy_strided(stage);
+      } else if constexpr (PLACED == NYB_DECODE_SHIFTED) {
+        copy_shifted(stage);
+      } else if constexpr (PLACED == NYB_DECODE_PAGES) {
+        copy_pages(stage);
       } else if (tokens_left >= STEP) {
         copy_packed<true>(stage);
       } else {
@@ -707,6 +913,7 @@ struct Copies {
       }
       step++;
       tokens_left -= STEP;
+      if constexpr (PLACED) return;
       codes += PACKED ? STEP * ROW : STEP * stored->codes_stride[2];
       scales += PACKED ? STEP * SCALE_ROW : STEP * stored->scales_stride[2];
       biases += PACKED ? STEP * SCALE_ROW : STEP * stored->biases_stride[2];
@@ -726,13 +933,15 @@ __device__ __forceinline__ void synchronize_warps() {
 }
 
 template <int COUNT>
-__device__ __forceinline__ int next_of(int stage) { return stage + 1 < COUNT ? stage + 1 : 0; }
+__device__ __forceinline__ int next_of(int stage) {
+  return stage + 1 < COUNT ? stage + 1 : 0;
+}
 
-// Each turn queues values and, a step further ahead, keys with V's scales: K of step 0; V of 0, K of
-// 1; ... The first STAGES turns fill the stages (the warps may begin after FIRST_TURNS of them), then a
-// turn waits for a step to be weighed: that step's keys have been read, and the values of the step
-// before. It makes sure first that what the warps go on with has arrived: that step's values and the
-// next step's keys.
+// Each turn queues values and, a step further ahead, keys with V's scales: K of step 0; V of 0, K
+// of 1; ... The first STAGES turns fill the stages (the warps may begin after FIRST_TURNS of them),
+// then a turn waits for a step to be weighed: that step's keys have been read, and the values of
+// the step before. It makes sure first that what the warps go on with has arrived: that step's
+// values and the next step's keys.
 constexpr int FIRST_TURNS = STAGES < 3 ? STAGES : 3;
 __device__ __forceinline__ void copy_all(const nyb_decode_arguments &a, const Problem &problem,
                                          Position at, uint32 units, uint32 shared) {
@@ -743,13 +952,14 @@ __device__ __forceinline__ void copy_all(const nyb_decode_arguments &a, const Pr
   keys.start(problem, a.k, at, units);
   value_scales.start(problem, a.v, at, units);
   values.start(problem, a.v, at, units);
-  int steps = steps_of_leaf(at), value_stage = STAGES - 1, key_stage = 0, scale_stage = 0;
+  int steps = end_step_of(at) - first_step_of(at), value_stage = STAGES - 1, key_stage = 0,
+      scale_stage = 0;
   for (int turn = -STAGES;; turn += turn < 0) {
     if (turn >= 0) {
       if (steps == 0) {
         if (--units == 0) break;
         problem.advance(at);
-        steps = steps_of_leaf(at);
+        steps = end_step_of(at) - first_step_of(at);
       }
       steps--;
       wait_for_copies<2 * STAGES - 4>();
@@ -773,18 +983,91 @@ __device__ __forceinline__ void copy_all(const nyb_decode_arguments &a, const Pr
   wait_for_copies<0>();
 }
 
-// ---- The query rows of a pair ---------------------------------------------------------------------
+// ---- What a query row sees
+// ------------------------------------------------------------------------
+
+// Of FEATURED: whether scores are more than products, and what a row of the tile must know for it.
+__device__ __forceinline__ bool changes_scores(const nyb_attention_arguments &call) {
+  return call.softcap != 0.0f || call.slopes != nullptr;
+}
+struct Sight {
+  int end, begin, keep_end;  // sees [begin, end), and before keep_end
+  int position;
+  float slope, unit;  // natural units of the products' unit
+  int64 mask_offset;  // to its row of the mask's array
+
+  // row: of the tile's KV head, or -1: one that is not in use, and sees all.
+  __device__ __forceinline__ void find(const Arguments &arguments, const Position &at, int row,
+                                       int first_head, float natural_unit) {
+    const nyb_decode_arguments &a = decode_of(arguments);
+    const nyb_attention_arguments &call = call_of(arguments);
+    const nyb_sequence sequence = nyb_sequence_of(&call, at.batch);
+    const int used = max(row, 0), head = first_head + used / a.query_len;
+    const int query_row = used % a.query_len;
+    const nyb_row_sight of_row = nyb_row_sight_of(&call, &sequence, query_row);
+    end = row < 0 ? 0x7fffffff : of_row.end;
+    begin = row < 0 ? 0 : of_row.begin;
+    keep_end = row < 0 ? 0x7fffffff : of_row.keep_end;
+    position = static_cast<int>(nyb_position_of(&call, &sequence, query_row));
+    slope = call.slopes != nullptr ? call.slopes[head] : 0.0f;
+    unit = natural_unit;
+    mask_offset =
+        call.mask_kind != 0 ? nyb_mask_offset(&call, &sequence, at.batch, head, query_row) : 0;
+  }
+  static __device__ __forceinline__ uint32 word_of(uint32 shared, int word, int column) {
+    return shared + VISIBLE_AT + (word * COLUMNS + column) * 4;
+  }
+  __device__ __forceinline__ void store(uint32 shared, int column) const {
+    const uint32 words[8] = {
+        static_cast<uint32>(end),         static_cast<uint32>(begin),
+        static_cast<uint32>(keep_end),    static_cast<uint32>(position),
+        __float_as_uint(slope),           __float_as_uint(unit),
+        static_cast<uint32>(mask_offset), static_cast<uint32>(mask_offset >> 32)};
+#pragma unroll
+    for (int word = 0; word < 8; word++)
+      store_float_shared(word_of(shared, word, column), __uint_as_float(words[word]));
+  }
+  __device__ __forceinline__ bool shows(int token) const {
+    return token < end && (token < keep_end || token >= begin);
+  }
+};
+
+// Which of its tokens a lane's columns see, token i and column j: all; those before a token; all
+// but some, which have bit 2 * N_TILES * i + j.
+using Hidden = uint32;
+struct SeenWhole {
+  __device__ __forceinline__ bool shows(int, int) const { return true; }
+};
+struct SeenUntil {
+  const int *visible;
+  int first;  // the lane's first token
+  __device__ __forceinline__ SeenUntil(const int *ends, int token) : visible(ends), first(token) {}
+  __device__ __forceinline__ bool shows(int i, int j) const { return first + i < visible[j]; }
+};
+struct SeenBut {
+  Hidden hidden;
+  __device__ __forceinline__ explicit SeenBut(Hidden bits) : hidden(bits) {}
+  __device__ __forceinline__ bool shows(int i, int j) const {
+    return (hidden >> (2 * N_TILES * i + j) & 1) == 0;
+  }
+};
+
+// ---- The query rows of a pair
+// ---------------------------------------------------------------------
 
 // The elements that a lane holds come in runs of so many neighbours.
 constexpr int QUERY_RUN = Keys::BY_UNITS ? 32 / KEY_BITS : KEY_LANE_DIMS;
 
 struct Queries {
+  const nyb_attention_arguments *call;  // FEATURED
   // Of columns 2 * (lane % 4) and the next.
-  float sum[HOLD_SUMS ? LANE_SUMS : 1][2 * N_TILES]; // of a group of the lane's parts, in the
-                                                       // products' unit
-  float unit[2 * N_TILES];                // products' unit times this: log2 units (ROUND_SCORES:
-                                          // natural ones)
-  int visible_to_all;
+  float sum[HOLD_SUMS ? LANE_SUMS : 1][2 * N_TILES];  // of a group of the lane's parts, in the
+                                                      // products' unit
+  float unit[2 * N_TILES];  // products' unit times this: log2 units (ROUND_SCORES:
+                            // natural ones)
+  int visible_to_all;       // [0, this), of FEATURED only what is behind begin_of_all or before
+                            // keep_of_all
+  int begin_of_all, keep_of_all;
 
   // The N side of two steps: words for step `step` (even) and the next, for each tile of columns.
   static __device__ __forceinline__ uint32 fragment_address(uint32 queries, int step, int n) {
@@ -792,9 +1075,10 @@ struct Queries {
   }
 
   // The block's warps bring a share of the steps each to f16. Ends with a barrier.
-  __device__ __forceinline__ void load(const nyb_decode_arguments &a, const Position &at,
+  __device__ __forceinline__ void load(const Arguments &arguments, const Position &at,
                                        uint32 shared) {
-    constexpr int SHARE = (KEY_STEPS + 2 * WARPS - 1) / (2 * WARPS); // pairs of steps of a warp
+    const nyb_decode_arguments &a = decode_of(arguments);
+    constexpr int SHARE = (KEY_STEPS + 2 * WARPS - 1) / (2 * WARPS);  // pairs of steps of a warp
     const int lane = threadIdx.x & 31, c = lane & 3, warp = threadIdx.x >> 5;
     const uint32 queries = shared + QUERIES_AT;
     const uint32 maxima = shared + QUERY_SCRATCH_AT, poisons = maxima + WARPS * COLUMNS * 4;
@@ -842,7 +1126,7 @@ struct Queries {
     // A row is brought to below 2^15, by a power of two, so that f16 holds it.
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
-      float largest = 0, poison = 0; // 0, or NaN where an element is not finite
+      float largest = 0, poison = 0;  // 0, or NaN where an element is not finite
 #pragma unroll
       for (int i = 0; i < SHARE * 8; i++) {
         const float value = element(n, i / 8, i / 4 % 2, i % 4);
@@ -888,8 +1172,8 @@ struct Queries {
             slots[slot] = value * power_of_two(-key_position(step, slot));
           }
           const bool mine = SPLIT == 1 || (lane >> 2) / USED == step / (KEY_STEPS / SPLIT);
-          asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(
-                           fragment_address(queries, step, n) + step % 2 * 8),
+          asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(fragment_address(queries, step, n) +
+                                                               step % 2 * 8),
                        "r"(mine ? pack_f16(slots[0], slots[1]) : 0),
                        "r"(mine ? pack_f16(slots[2], slots[3]) : 0)
                        : "memory");
@@ -902,18 +1186,38 @@ struct Queries {
         }
       }
       // Not 0: hidden scores are -inf times it.
-      const float own_unit = fmaxf((ROUND_SCORES ? 1.0f : fabsf(a.scale) * 1.44269504088896341f) *
-                                       power_of_two(min(exponent + 10, 127)) *
-                                       power_of_two(max(exponent + 10 - 127, 0)),
-                                   power_of_two(-126));
+      const auto unit_of = [&](float factor) {
+        return fmaxf(factor * power_of_two(min(exponent + 10, 127)) *
+                         power_of_two(max(exponent + 10 - 127, 0)),
+                     power_of_two(-126));
+      };
+      float own_unit = unit_of(ROUND_SCORES ? 1.0f : fabsf(a.scale) * 1.44269504088896341f);
       int own_visible = at.length;
       if (a.causal != 0) own_visible = max(at.length - a.query_len + row % a.query_len + 1, 0);
       if (row >= rows) own_visible = 0x7fffffff;
-      if (c == 0 && warp == 0) {
-        asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared + VISIBLE_AT + (n * 8 + (lane >> 2)) * 4),
-                     "r"(own_visible)
-                     : "memory");
+#if FEATURED
+      const float natural_unit = ROUND_SCORES ? own_unit : unit_of(fabsf(a.scale));
+      Sight sight;
+      sight.find(arguments, at, row < rows ? row : -1, head * a.heads_per_kv, natural_unit);
+      own_visible = sight.end;
+      if (c == 0 && warp == 0) sight.store(shared, n * 8 + (lane >> 2));
+      if (changes_scores(call_of(arguments)) && !ROUND_SCORES) own_unit = 1;
+      int last_begin = sight.begin, least_keep = sight.keep_end;
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        last_begin = max(last_begin, __shfl_xor_sync(~0u, last_begin, distance));
+        least_keep = min(least_keep, __shfl_xor_sync(~0u, least_keep, distance));
       }
+      begin_of_all = n == 0 ? last_begin : max(begin_of_all, last_begin);
+      keep_of_all = n == 0 ? least_keep : min(keep_of_all, least_keep);
+#else
+      if (c == 0 && warp == 0) {
+        asm volatile(
+            "st.shared.b32 [%0], %1;" ::"r"(shared + VISIBLE_AT + (n * 8 + (lane >> 2)) * 4),
+            "r"(own_visible)
+            : "memory");
+      }
+#endif
       int least = own_visible;
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2)
@@ -962,15 +1266,16 @@ struct Queries {
       pair[1] = sum[g][2 * n + 1];
     } else {
       const int column = n * 8 + 2 * (threadIdx.x & 3) % USED;
-      asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
-                   : "=f"(pair[0]), "=f"(pair[1])
-                   : "r"(queries + QUERY_BYTES +
-                         ((lane_part() * PART_GROUPS + g) * COLUMNS + column) * 4));
+      asm volatile(
+          "ld.shared.v2.f32 {%0,%1}, [%2];"
+          : "=f"(pair[0]), "=f"(pair[1])
+          : "r"(queries + QUERY_BYTES + ((lane_part() * PART_GROUPS + g) * COLUMNS + column) * 4));
     }
   }
 };
 
-// ---- One leaf ------------------------------------------------------------------------------------
+// ---- One leaf
+// ------------------------------------------------------------------------------------
 
 // The groups that a warp's pieces lie in.
 constexpr int GROUP_PIECES = PIECES / VALUE_GROUPS;
@@ -985,7 +1290,7 @@ constexpr bool ONE_GROUP = GROUP_PIECES % WARP_PIECES == 0;
 
 // Where in a stage this lane points ldmatrix to, and where its weights go and come from.
 struct Addresses {
-  Place<Keys> keys; // from a stage on
+  Place<Keys> keys;  // from a stage on
   Place<Values> values;
   uint32 store_weights, load_weights, key_scales, value_scales;
   int dim_warp;
@@ -995,7 +1300,7 @@ struct Addresses {
     // Two halves of the product's rows, of a unit and the next.
     keys.start(warp * OWN_BYTES, row, (matrix & 1) * Keys::UNITS + (matrix >> 1));
     const int first_half = warp / DIM_WARPS * VALUE_HALVES;
-    const int tile = matrix / 2 / HALVES; // the second half may be the next warp's
+    const int tile = matrix / 2 / HALVES;  // the second half may be the next warp's
     values.start((first_half / HALVES + tile) * OWN_BYTES + VALUES_AT, row,
                  (matrix - tile * 2) * Values::UNITS + dim_warp * WARP_PIECES);
     const uint32 weights = shared + WEIGHTS_AT + row % USED * WEIGHT_ROW_BYTES;
@@ -1005,7 +1310,7 @@ struct Addresses {
                    (ONE_GROUP ? group_of_piece(dim_warp, 0) * WEIGHT_GROUP_BYTES : 0);
     key_scales = warp * OWN_BYTES + key_scale_offset();
     value_scales = warp * OWN_VALUE_SCALE_BYTES + value_scale_offset();
-    if constexpr (N_TILES == 1 && SUMS <= 16) { // registers are left
+    if constexpr (N_TILES == 1 && SUMS <= 16) {  // registers are left
       hold(keys.base);
       hold(values.base);
       hold(store_weights);
@@ -1019,15 +1324,17 @@ struct Addresses {
 // Sums are in units of 2^maximum, for each column: a bound on the scores so far, with room above so
 // that it seldom has to be raised. Weights times V's scales are brought into the range of f16 by a
 // power of two for each group, which follows the largest finite scale.
-constexpr float HEADROOM = 2; // log2 units
+constexpr float HEADROOM = 2;  // log2 units
 constexpr int VALUE_HEADROOM = 1;
-constexpr int NO_VALUES = -120; // below every exponent
+constexpr int NO_VALUES = -120;          // below every exponent
+constexpr float SEEN = 1.17549435e-38f;  // 2^-126: lost in every sum that has a weight of note
 struct Leaf {
-  float out[SUMS][N_TILES][4];           // times 2^(value_exponent + 10 - position)
-  float bias[VALUE_GROUPS][SETS][2 * N_TILES]; // this lane's part of the sum of weight * bias
-  float maximum[2 * N_TILES];            // the block's
-  float sum[SETS][2 * N_TILES];          // this lane's part
-  int value_exponent[VALUE_GROUPS]; // of the largest scale of V so far, with room above; the block's
+  float out[SUMS][N_TILES][4];                  // times 2^(value_exponent + 10 - position)
+  float bias[VALUE_GROUPS][SETS][2 * N_TILES];  // this lane's part of the sum of weight * bias
+  float maximum[2 * N_TILES];                   // the block's
+  float sum[SETS][2 * N_TILES];                 // this lane's part
+  int value_exponent[VALUE_GROUPS];  // of the largest scale of V so far, with room above; the
+                                     // block's
 
   __device__ __forceinline__ void clear() {
 #pragma unroll
@@ -1059,7 +1366,7 @@ struct Leaf {
                                         const Addresses &where) const {
     constexpr int GROUP_STEPS = KEY_STEPS / PARTS / PART_GROUPS;
 #pragma unroll
-    for (int own = 0; own < LANE_PARTS; own++) { // parts that the lane sums one after the other
+    for (int own = 0; own < LANE_PARTS; own++) {  // parts that the lane sums one after the other
       float part_scores[LANE_TOKENS][N_TILES][2];
 #pragma unroll
       for (int g = 0; g < PART_GROUPS; g++) {
@@ -1074,9 +1381,9 @@ struct Leaf {
           }
         }
 #pragma unroll
-        for (int part = 0; part < SPLIT; part++) { // parts that columns share
-          multiply_keys(products, ((own + part) * PART_GROUPS + g) * GROUP_STEPS, GROUP_STEPS, stage,
-                        queries, where);
+        for (int part = 0; part < SPLIT; part++) {  // parts that columns share
+          multiply_keys(products, ((own + part) * PART_GROUPS + g) * GROUP_STEPS, GROUP_STEPS,
+                        stage, queries, where);
         }
 #pragma unroll
         for (int h = 0; h < HALVES; h++) {
@@ -1088,9 +1395,9 @@ struct Leaf {
             for (int j = 0; j < 4; j++) {
               const int token = 2 * h + j / 2;
               float &score = part_scores[token][n][j % 2];
-              const float bias_part =
-                  g == 0 ? biases.at(token, group) * query_sums[j % 2]
-                         : fmaf(biases.at(token, group), query_sums[j % 2], score);
+              const float bias_part = g == 0
+                                          ? biases.at(token, group) * query_sums[j % 2]
+                                          : fmaf(biases.at(token, group), query_sums[j % 2], score);
               score = fmaf(scales.at(token, group), products[h][n][j], bias_part);
             }
           }
@@ -1126,7 +1433,7 @@ struct Leaf {
       for (int h = 0; h < HALVES; h++) {
         uint32 a[4];
         if constexpr (Keys::BY_UNITS) {
-          constexpr int STEPS = 8 / KEY_BITS; // of a unit
+          constexpr int STEPS = 8 / KEY_BITS;  // of a unit
           const int unit = step / STEPS, within = step % STEPS;
           if ((within == 0 && unit % 2 == 0) || step == first) {
             const uint32 address = stage + where.keys.at(h * 2 * Keys::UNITS + unit / 2 * 2);
@@ -1151,8 +1458,8 @@ struct Leaf {
           const uint32 own = stage + (threadIdx.x >> 5) * OWN_BYTES;
 #pragma unroll
           for (int i = 0; i < 2; i++) {
-            load_run<RUN_BITS, RUN_BITS % 32 == 0>(
-                run[i], own + token_of_row(h, r + 8 * i) * KEY_ROW, bit);
+            load_run<RUN_BITS, RUN_BITS % 32 == 0>(run[i],
+                                                   own + token_of_row(h, r + 8 * i) * KEY_ROW, bit);
           }
 #pragma unroll
           for (int i = 0; i < 4; i++) {
@@ -1194,7 +1501,8 @@ struct Leaf {
   }
 
   // The highest of the lane's scores, for each column, in log2 units.
-  static __device__ __forceinline__ void highest_of(float *highest, const float (*scores)[N_TILES][2],
+  static __device__ __forceinline__ void highest_of(float *highest,
+                                                    const float (*scores)[N_TILES][2],
                                                     const Queries &q) {
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
@@ -1255,7 +1563,7 @@ struct Leaf {
       if (lane == 0) store_float_shared(raised + (warp * RAISED_WORDS + COLUMNS + g) * 4, largest);
     }
     synchronize_warps();
-    const bool first = value_exponent[0] == NO_VALUES; // nothing to rescale
+    const bool first = value_exponent[0] == NO_VALUES;  // nothing to rescale
     const auto largest_of_block = [&](int word) {
       float largest = load_float_shared(raised + word * 4);
 #pragma unroll
@@ -1305,12 +1613,34 @@ struct Leaf {
     return value;
   }
 
-  // The weights of the lane's tokens; those times V's scales go to the block. first: the first token.
+  // Weights times V's scales of a group. A scale that a row may not see may be NaN.
+  template <class SEEN_BY>
+  static __device__ __forceinline__ void scale_weights(uint32 (*words)[KEPT],
+                                                       const float (*weights)[N_TILES][2],
+                                                       const ValueScales &scales, int g, float grow,
+                                                       const SEEN_BY &seen_by) {
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+      const float scale = scales.at(i, g) * grow;
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++) {
+        float scaled[2];
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          scaled[j] = weights[i][n][j] * scale;
+          if (!seen_by.shows(i, 2 * n + j)) scaled[j] = 0.0f;
+        }
+        words[n][i] = pack_f16(scaled[0], scaled[1]);
+      }
+    }
+  }
+  // The weights of the lane's tokens; those times V's scales go to the block. first: the first
+  // token.
   template <bool MASKED>
   __device__ __forceinline__ void weigh(float (*weights)[N_TILES][2],
                                         const float (*scores)[N_TILES][2], const Queries &q,
-                                        uint32 scales_at, uint32 shared, uint32 weights_at, int first,
-                                        const Addresses &where) const {
+                                        uint32 scales_at, uint32 shared, uint32 weights_at,
+                                        int first, Hidden hidden, const Addresses &where) const {
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       const float base = maximum[j] == -infinity() ? 0.0f : maximum[j];
@@ -1322,33 +1652,26 @@ struct Leaf {
       }
     }
     int visible[2 * N_TILES];
-    if constexpr (MASKED) Queries::load_visible(visible, shared);
+    if constexpr (MASKED && !FEATURED) Queries::load_visible(visible, shared);
     ValueScales scales;
     scales.load(scales_at + where.value_scales);
 #pragma unroll
     for (int g = 0; g < VALUE_GROUPS; g++) {
       const float grow = power_of_two(14 - value_exponent[g]);
       uint32 words[N_TILES][KEPT];
-#pragma unroll
-      for (int i = 0; i < KEPT; i++) {
-        const float scale = scales.at(i, g) * grow;
-#pragma unroll
-        for (int n = 0; n < N_TILES; n++) {
-          float scaled[2];
-#pragma unroll
-          for (int j = 0; j < 2; j++) {
-            scaled[j] = weights[i][n][j] * scale;
-            if constexpr (MASKED) { // a scale that this row may not see may be NaN
-              if (first + i >= visible[2 * n + j]) scaled[j] = 0.0f;
-            }
-          }
-          words[n][i] = pack_f16(scaled[0], scaled[1]);
-        }
+      if constexpr (!MASKED) {
+        scale_weights(words, weights, scales, g, grow, SeenWhole());
+      } else if constexpr (!FEATURED) {
+        scale_weights(words, weights, scales, g, grow, SeenUntil(visible, first));
+      } else if (hidden == 0) {
+        scale_weights(words, weights, scales, g, grow, SeenWhole());
+      } else {
+        scale_weights(words, weights, scales, g, grow, SeenBut(hidden));
       }
 #pragma unroll
       for (int n = 0; n < N_TILES; n++) {
-        const uint32 to = where.store_weights + weights_at + g * WEIGHT_GROUP_BYTES +
-                          n * 8 * WEIGHT_ROW_BYTES;
+        const uint32 to =
+            where.store_weights + weights_at + g * WEIGHT_GROUP_BYTES + n * 8 * WEIGHT_ROW_BYTES;
         store_transposed<KEPT>(to, words[n]);
       }
     }
@@ -1357,18 +1680,34 @@ struct Leaf {
   // Adds the lane's weights, and their products with V's biases.
   template <bool MASKED>
   __device__ __forceinline__ void add_weights(const float (*weights)[N_TILES][2], uint32 scales_at,
-                                              uint32 shared, int first, const Addresses &where) {
+                                              uint32 shared, int first, Hidden hidden,
+                                              const Addresses &where) {
     ValueScales biases;
     biases.load(scales_at + where.value_scales + VALUE_SCALE_BYTES);
     int visible[2 * N_TILES];
-    if constexpr (MASKED) Queries::load_visible(visible, shared);
+    if constexpr (MASKED && !FEATURED) Queries::load_visible(visible, shared);
+    if constexpr (!MASKED) {
+      add_weights_of(weights, biases, SeenWhole());
+    } else if constexpr (!FEATURED) {
+      add_weights_of(weights, biases, SeenUntil(visible, first));
+    } else if (hidden == 0) {
+      add_weights_of(weights, biases, SeenWhole());
+    } else {
+      add_weights_of(weights, biases, SeenBut(hidden));
+    }
+  }
+  template <class SEEN_BY>
+  __device__ __forceinline__ void add_weights_of(const float (*weights)[N_TILES][2],
+                                                 const ValueScales &biases,
+                                                 const SEEN_BY &seen_by) {
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
 #pragma unroll
       for (int i = 0; i < KEPT; i++) {
         const float weight = weights[i][j / 2][j % 2];
-        sum[i / SET_TOKENS][j] += weight;
-        const bool seen = !MASKED || first + i < visible[j];
+        const bool seen = seen_by.shows(i, j);
+        // That a token has been seen shows where its score is -inf, too.
+        sum[i / SET_TOKENS][j] += FEATURED && seen ? weight + SEEN : weight;
 #pragma unroll
         for (int g = 0; g < VALUE_GROUPS; g++) {
           float &column_bias = bias[g][i / SET_TOKENS][j];
@@ -1379,8 +1718,9 @@ struct Leaf {
   }
 
   // Adds the step's values to this warp's part of the output.
-  __device__ __forceinline__ void add_values(uint32 stage, uint32 weights_at, const Addresses &where) {
-    constexpr int BATCH = VALUE_HALVES % 2 == 0 ? 2 : 1; // halves at once
+  __device__ __forceinline__ void add_values(uint32 stage, uint32 weights_at,
+                                             const Addresses &where) {
+    constexpr int BATCH = VALUE_HALVES % 2 == 0 ? 2 : 1;  // halves at once
 #pragma unroll
     for (int first = 0; first < VALUE_HALVES; first += BATCH) {
       uint32 weights[N_TILES][4];
@@ -1446,7 +1786,8 @@ struct Leaf {
     const int lane = threadIdx.x & 31, c = lane & 3, r = lane >> 2;
     const int index = where.dim_warp * WARP_PIECES + piece;
     const int bit = (index / SPAN_PARTS * VALUE_SPAN + index % SPAN_PARTS * PIECE_LANE_DIMS +
-                     r * VALUE_LANE_DIMS) * VALUE_BITS;
+                     r * VALUE_LANE_DIMS) *
+                    VALUE_BITS;
     const int at = (threadIdx.x >> 5) / DIM_WARPS * VALUE_HALVES + half;
     const uint32 tile = stage + VALUES_AT + at / HALVES * OWN_BYTES;
 #pragma unroll
@@ -1471,7 +1812,7 @@ struct Leaf {
                                                 const KeyScales &scales, const KeyScales &biases) {
 #pragma unroll
     for (int i = 0; i < LANE_TOKENS; i++) {
-      float nothing = 0; // or NaN
+      float nothing = 0;  // or NaN
 #pragma unroll
       for (int g = 0; g < LANE_GROUPS; g++)
         nothing = fmaf(scales.at(i, g), 0.0f, fmaf(biases.at(i, g), 0.0f, nothing));
@@ -1492,18 +1833,112 @@ struct Leaf {
     return largest;
   }
 
+  // ---- FEATURED
+  static __device__ __forceinline__ int column_of(int j) {
+    return j / 2 * 8 + 2 * (threadIdx.x & 3) % USED + j % 2;
+  }
+  static __device__ __forceinline__ int sight_word(uint32 shared, int word, int j) {
+    return static_cast<int>(load_word(Sight::word_of(shared, word, column_of(j))));
+  }
+  static __device__ __forceinline__ Sight sight_of(uint32 shared, int j) {
+    Sight sight;
+    sight.end = sight_word(shared, 0, j);
+    sight.begin = sight_word(shared, 1, j);
+    sight.keep_end = sight_word(shared, 2, j);
+    return sight;
+  }
+  // Bytes of an array of bools; 1 where there is none.
+  static __device__ __forceinline__ void load_mask(uint8 (*shown)[2 * N_TILES], const Queries &q,
+                                                   uint32 shared, int first, bool masked) {
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+#pragma unroll
+      for (int j = 0; j < 2 * N_TILES; j++) shown[i][j] = 1;
+    }
+    const nyb_attention_arguments &call = *q.call;
+    if (!masked || call.mask_kind == 0) return;
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      const Sight sight = sight_of(shared, j);
+      const int64 offset = static_cast<uint32>(sight_word(shared, 6, j)) |
+                           static_cast<int64>(sight_word(shared, 7, j)) << 32;
+#pragma unroll
+      for (int i = 0; i < KEPT; i++) {
+        if (sight.end != 0x7fffffff && first + i < sight.end)
+          shown[i][j] = static_cast<uint8>(call.mask_array[offset + first + i]);
+      }
+    }
+  }
+  // Products to scores, where they are more.
+  static __device__ __forceinline__ void change_scores(float (*scores)[N_TILES][2],
+                                                       const Queries &q, uint32 shared, int first) {
+    if (!ROUND_SCORES && !changes_scores(*q.call)) return;
+    nyb_attention_arguments call;  // what the functions below look at, as far as it is constant
+    call.round_to = ROUND_SCORES ? QUERY_TYPE : F32;
+    call.softcap = q.call->softcap;
+    call.slopes = q.call->slopes;
+    const float softcap_reciprocal = q.call->softcap_reciprocal;
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      const float unit = __int_as_float(sight_word(shared, 5, j));
+      const float slope = __int_as_float(sight_word(shared, 4, j));
+      const int position = sight_word(shared, 3, j);
+      // The way back to the lane's first token, as a float, is exact: so are its neighbours'.
+      const int past = static_cast<int>(static_cast<uint32>(position) - static_cast<uint32>(first));
+      const bool exact = past >= KEPT && past < 1 << 24;
+      const float distance = static_cast<float>(past);
+#pragma unroll
+      for (int i = 0; i < KEPT; i++) {
+        float &score = scores[i][j / 2][j % 2];
+        score *= unit;
+        if constexpr (ROUND_SCORES) score = round_to<QUERY_TYPE>(score);
+        if (call.softcap != 0.0f)
+          score = nyb_capped_score(&call, __fmul_rn(score, softcap_reciprocal));
+        if (call.slopes != nullptr) {
+          score = exact ? nyb_score_at(&call, score, slope, distance - i)
+                        : nyb_sloped_score(&call, score, slope, position, first + i);
+        }
+        score = __fmul_rn(score, 1.44269504088896341f);
+      }
+    }
+  }
+  // -inf where a row does not see a token.
+  static __device__ __forceinline__ Hidden hide(float (*scores)[N_TILES][2],
+                                                const uint8 (*shown)[2 * N_TILES], uint32 shared,
+                                                int first) {
+    Hidden hidden = 0;
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      const Sight sight = sight_of(shared, j);
+#pragma unroll
+      for (int i = 0; i < KEPT; i++) {
+        if (sight.shows(first + i) && shown[i][j] != 0) continue;
+        scores[i][j / 2][j % 2] = -infinity();
+        hidden |= 1u << (2 * N_TILES * i + j);
+      }
+    }
+    return hidden;
+  }
+
   // The scores of the tokens that the lane keeps.
   template <bool MASKED>
-  __device__ __forceinline__ void score_tile(float (*scores)[N_TILES][2], const Queries &q,
-                                             uint32 stage, uint32 shared, int first,
-                                             const Addresses &where) const {
+  __device__ __forceinline__ void score_tile(float (*scores)[N_TILES][2], Hidden &hidden,
+                                             const Queries &q, uint32 stage, uint32 shared,
+                                             int first, bool masked, const Addresses &where) const {
+    uint8 shown[KEPT][2 * N_TILES];
+    if constexpr (FEATURED) load_mask(shown, q, shared, first, masked);
     float parts[LANE_TOKENS][N_TILES][2];
     KeyScales scales, biases;
     scales.load(stage + where.key_scales + KEY_SCALES_AT);
     biases.load(stage + where.key_scales + KEY_BIASES_AT);
     score(parts, q, scales, biases, stage, shared + QUERIES_AT, where);
-    if (MASKED || may_be_minus_infinity(parts)) poison(parts, scales, biases);
+    if ((FEATURED ? masked : MASKED) || may_be_minus_infinity(parts)) poison(parts, scales, biases);
     add_parts(scores, parts);
+    if constexpr (FEATURED) {
+      change_scores(scores, q, shared, first);
+      hidden = masked ? hide(scores, shown, shared, first) : 0;
+      return;
+    }
     int visible[2 * N_TILES];
     if constexpr (MASKED) Queries::load_visible(visible, shared);
 #pragma unroll
@@ -1524,24 +1959,26 @@ struct Leaf {
 
 // A step of tokens, between its scores and its values.
 struct Step {
-  uint32 stage, scales_at; // where its copies are
-  uint32 weights_at;       // 0 or WEIGHT_STEP_BYTES
-  int first;               // the lane's first token
-  float scores[KEPT][N_TILES][2], weights[KEPT][N_TILES][2]; // of the tokens that the lane keeps
+  uint32 stage, scales_at;  // where its copies are
+  uint32 weights_at;        // 0 or WEIGHT_STEP_BYTES
+  int first;                // the lane's first token
+  bool masked;              // FEATURED: some row may not see all of it
+  Hidden hidden;            // by what
+  float scores[KEPT][N_TILES][2], weights[KEPT][N_TILES][2];  // of the tokens that the lane keeps
 
   template <bool MASKED>
   __device__ __forceinline__ void score(const Leaf &leaf, const Queries &q, uint32 shared,
                                         const Addresses &where) {
-    leaf.score_tile<MASKED>(scores, q, stage, shared, first, where);
+    leaf.score_tile<MASKED>(scores, hidden, q, stage, shared, first, masked, where);
   }
   template <bool MASKED>
   __device__ __forceinline__ void weigh(const Leaf &leaf, const Queries &q, uint32 shared,
                                         const Addresses &where) {
-    leaf.weigh<MASKED>(weights, scores, q, scales_at, shared, weights_at, first, where);
+    leaf.weigh<MASKED>(weights, scores, q, scales_at, shared, weights_at, first, hidden, where);
   }
   template <bool MASKED>
   __device__ __forceinline__ void add_to(Leaf &leaf, uint32 shared, const Addresses &where) const {
-    leaf.add_weights<MASKED>(weights, scales_at, shared, first, where);
+    leaf.add_weights<MASKED>(weights, scales_at, shared, first, hidden, where);
     leaf.add_values(stage, weights_at, where);
   }
   __device__ __forceinline__ bool raises(const Leaf &leaf, const Queries &q,
@@ -1552,7 +1989,8 @@ struct Step {
   }
 };
 
-// ---- Subtrees of leaves ----------------------------------------------------------------------------
+// ---- Subtrees of leaves
+// ----------------------------------------------------------------------------
 
 // A warp holds its elements of a subtree's sums as the products leave them: columns 2 * (lane % 4)
 // and the next, the pieces' elements of row lane / 4.
@@ -1563,13 +2001,13 @@ struct Subtree {
 
 struct Combiner {
   uint32 shared;
-  int rows;     // of this tile of query rows
-  uint32 valid; // bit i: a subtree of 2^i leaves waits for its right neighbour
+  int rows;      // of this tile of query rows
+  uint32 valid;  // bit i: a subtree of 2^i leaves waits for its right neighbour
 
   // Lanes of columns that no query row uses keep nothing.
   static constexpr int COLUMN_LANES = ROWS <= 2 ? 1 : ROWS <= 4 ? 2 : 4;
-  static constexpr int KEEPERS = DIM_WARPS * 8 * COLUMN_LANES; // threads
-  static constexpr int CHUNKS = SUMS * N_TILES + N_TILES;      // of 16 bytes, of a thread
+  static constexpr int KEEPERS = DIM_WARPS * 8 * COLUMN_LANES;  // threads
+  static constexpr int CHUNKS = SUMS * N_TILES + N_TILES;       // of 16 bytes, of a thread
   static constexpr int EXCHANGE_BYTES = (TOKEN_WARPS - 1) * DIM_WARPS * 32 * SUMS * N_TILES * 16;
   static constexpr int WAITING_AT = EXCHANGE_AT + EXCHANGE_BYTES;
   static constexpr int SHARED_BYTES = WAITING_AT + LEVELS * KEEPERS * CHUNKS * 16;
@@ -1609,9 +2047,9 @@ struct Combiner {
       if (warp >= DIM_WARPS) {
 #pragma unroll
         for (int i = 0; i < SUMS * N_TILES; i++) {
-          store_floats_4(shared + EXCHANGE_AT + ((warp - DIM_WARPS) * SUMS * N_TILES + i) * 512 +
-                             lane * 16,
-                         leaf.out[i / N_TILES][i % N_TILES]);
+          store_floats_4(
+              shared + EXCHANGE_AT + ((warp - DIM_WARPS) * SUMS * N_TILES + i) * 512 + lane * 16,
+              leaf.out[i / N_TILES][i % N_TILES]);
         }
       }
     }
@@ -1653,9 +2091,12 @@ struct Combiner {
             for (int other = 0; other < TOKEN_WARPS - 1; other++) {
               if (warp >= DIM_WARPS) break;
               float more[4];
-              load_floats_4(more, shared + EXCHANGE_AT +
-                                      (((other * DIM_WARPS + warp) * SUMS + piece * PIECE_SUMS + i) *
-                                           N_TILES + n) * 512 + lane * 16);
+              load_floats_4(
+                  more,
+                  shared + EXCHANGE_AT +
+                      (((other * DIM_WARPS + warp) * SUMS + piece * PIECE_SUMS + i) * N_TILES + n) *
+                          512 +
+                      lane * 16);
 #pragma unroll
               for (int k = 0; k < 4; k++) parts[k] += more[k];
             }
@@ -1766,7 +2207,7 @@ struct Combiner {
                                            int leaf, bool last) {
     int level = 0;
     while (level < LEVELS && (leaf >> level & 1) != 0 && (valid >> level & 1) != 0) {
-      Subtree left = tree; // where nothing is kept
+      Subtree left = tree;  // where nothing is kept
       take(left, level);
       join(left, tree);
       valid &= ~(1u << level);
@@ -1779,7 +2220,7 @@ struct Combiner {
     }
     write(tree, a, pair, leaf >> level << level);
     if (!last) return;
-    while (valid != 0) { // each begins right before what has been written
+    while (valid != 0) {  // each begins right before what has been written
       const int left_level = __ffs(valid) - 1;
       leaf = (leaf >> level << level) - 1;
       level = left_level;
@@ -1789,10 +2230,11 @@ struct Combiner {
     }
   }
 };
-static_assert(Combiner::SHARED_BYTES ==
-              NYB_DECODE_SHARED_BYTES(KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
-                                      VALUE_GROUP, bytes_of(KEY_SCALE_TYPE),
-                                      bytes_of(VALUE_SCALE_TYPE), TILE, STAGES, COLUMNS, ROWS));
+static_assert(Combiner::SHARED_BYTES == NYB_DECODE_SHARED_BYTES(KEY_DIM, VALUE_DIM, KEY_BITS,
+                                                                VALUE_BITS, KEY_GROUP, VALUE_GROUP,
+                                                                bytes_of(KEY_SCALE_TYPE),
+                                                                bytes_of(VALUE_SCALE_TYPE), TILE,
+                                                                STAGES, COLUMNS, ROWS, FEATURED));
 
 // The leaf's first step.
 template <bool MASKED>
@@ -1805,13 +2247,14 @@ __device__ __forceinline__ void begin_leaf(Leaf &leaf, Step &step, const Queries
 }
 // A step is scored and weighed while the one before is summed: neither waits for the other. Where a
 // maximum turns out to have been too low, the weights are worked out once more.
+// first: there is none before.
 template <bool MASKED>
 __device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, const Queries &q,
-                                      uint32 shared, const Addresses &where) {
-  before.add_to<MASKED>(leaf, shared, where);
+                                      uint32 shared, const Addresses &where, bool first = false) {
+  if (!first) before.add_to<MASKED>(leaf, shared, where);
   step.score<MASKED>(leaf, q, shared, where);
-  const bool raises = step.raises(leaf, q, where);
-  step.weigh<MASKED>(leaf, q, shared, where);
+  const bool raises = first || step.raises(leaf, q, where);
+  if (!first) step.weigh<MASKED>(leaf, q, shared, where);
   if (weighed(raises)) {
     leaf.raise(step.scores, q, step.scales_at, shared, where);
     step.weigh<MASKED>(leaf, q, shared, where);
@@ -1820,14 +2263,15 @@ __device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, cons
 }
 
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
-    attention_decode(const __grid_constant__ nyb_decode_arguments a) {
+    attention_decode(const __grid_constant__ Arguments arguments) {
+  const nyb_decode_arguments &a = decode_of(arguments);
   extern __shared__ __align__(128) char shared_memory[];
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;");
 #endif
   const int warp = threadIdx.x >> 5;
   const uint32 shared = static_cast<uint32>(__cvta_generic_to_shared(shared_memory));
-  const Problem problem = {&a};
+  const Problem problem = {&arguments, &a};
   const uint32 units = problem.units();
   const Runs runs(units, gridDim.x);
   const uint32 begin = runs.begin_of(blockIdx.x), end = runs.begin_of(blockIdx.x + 1);
@@ -1841,6 +2285,9 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
   Addresses where;
   where.start(shared);
   Queries q;
+#if FEATURED
+  q.call = &call_of(arguments);
+#endif
   Leaf leaf;
   Combiner combiner;
   combiner.shared = shared;
@@ -1848,45 +2295,62 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
   int stage = 0, scale_stage = 0, buffer = 0;
   bool new_pair = true;
   for (uint32 unit = begin; unit < end; unit++) {
-    if (new_pair) q.load(a, at, shared);
+    if (new_pair) q.load(arguments, at, shared);
     if (unit == begin) first_keys_arrived();
     leaf.clear();
-    const int steps = steps_of_leaf(at);
+    const int first_step = first_step_of(at), steps = end_step_of(at);
     Step step;
+    const auto seen_whole = [&](int index) {
+      const int end = at.leaf * LEAF + (index + 1) * STEP;
+      if constexpr (FEATURED) {
+        if (q.call->mask_kind != 0 || (end - STEP < q.begin_of_all && end > q.keep_of_all))
+          return false;
+      }
+      return end <= q.visible_to_all;
+    };
     const auto enter = [&](int index) {
       step.stage = shared + stage * STAGE_BYTES;
       step.scales_at = shared + VALUE_SCALES_AT + scale_stage * SCALE_STAGE_BYTES;
       step.weights_at = buffer * WEIGHT_STEP_BYTES;
       step.first = at.leaf * LEAF + index * STEP + warp * TILE + lane_token();
+      if constexpr (FEATURED) step.masked = !seen_whole(index);
       stage = next_of<STAGES>(stage);
       scale_stage = next_of<SCALE_STAGES>(scale_stage);
       buffer ^= 1;
     };
-    const auto seen_whole = [&](int index) {
-      return at.leaf * LEAF + (index + 1) * STEP <= q.visible_to_all;
-    };
-    enter(0);
-    if (seen_whole(0)) {
-      begin_leaf<false>(leaf, step, q, shared, where);
+    if constexpr (FEATURED) {  // one code for all steps: more would not stay in the instruction
+                               // caches
+      for (int index = first_step; index < steps; index++) {
+        Step before = step;
+        enter(index);
+        go_on<true>(leaf, before, step, q, shared, where, index == first_step);
+      }
     } else {
-      begin_leaf<true>(leaf, step, q, shared, where);
-    }
-    for (int index = 1; index < steps; index++) {
-      Step before = step;
-      enter(index);
-      if (seen_whole(index)) {
-        go_on<false>(leaf, before, step, q, shared, where);
+      enter(0);
+      if (seen_whole(0)) {
+        begin_leaf<false>(leaf, step, q, shared, where);
       } else {
-        go_on<true>(leaf, before, step, q, shared, where);
+        begin_leaf<true>(leaf, step, q, shared, where);
+      }
+      for (int index = 1; index < steps; index++) {
+        Step before = step;
+        enter(index);
+        if (seen_whole(index)) {
+          go_on<false>(leaf, before, step, q, shared, where);
+        } else {
+          go_on<true>(leaf, before, step, q, shared, where);
+        }
       }
     }
     step.add_to<true>(leaf, shared, where);
     combiner.rows = min(a.heads_per_kv * a.query_len - at.pair % a.row_tiles * COLUMNS, COLUMNS);
     Subtree tree;
     combiner.take_leaf(tree, leaf, where.dim_warp);
-    const bool last = unit + 1 == end || at.leaf + 1 == at.leaves();
-    combiner.add_leaf(tree, a, static_cast<int64>(at.batch) * problem.pairs() + at.pair, at.leaf, last);
+    const Leaves leaves = at.leaves();
+    const bool last = unit + 1 == end || at.leaf + 1 == leaves.piece_end(at.leaf);
+    combiner.add_leaf(tree, a, static_cast<int64>(at.batch) * problem.pairs() + at.pair, at.leaf,
+                      last);
+    new_pair = FEATURED ? at.leaf + 1 == leaves.end || leaves.begin == leaves.end : last;
     if (unit + 1 < end) problem.advance(at);
-    new_pair = last;
   }
 }

@@ -4,12 +4,90 @@
 #pragma once
 
 #include "attention_decode_arguments.h"
+#include "attention_places.cuh"
 #include "numbers.cuh"
 
-__device__ __forceinline__ int length_of(const nyb_decode_arguments &a, int batch) {
-  const int64 length = a.lengths[batch];
-  return static_cast<int>(length < 0 ? 0 : length > a.capacity_tokens ? a.capacity_tokens : length);
+#if !defined(FEATURED) || !defined(PLACED)
+#error "FEATURED or PLACED is missing"
+#endif
+// Kernels of plain calls take less.
+#if FEATURED || PLACED
+using Arguments = nyb_decode_call_arguments;
+__device__ __forceinline__ const nyb_decode_arguments &decode_of(const Arguments &a) {
+  return a.decode;
 }
+__device__ __forceinline__ const nyb_attention_arguments &call_of(const Arguments &a) {
+  return a.call;
+}
+#else
+using Arguments = nyb_decode_arguments;
+__device__ __forceinline__ const nyb_decode_arguments &decode_of(const Arguments &a) { return a; }
+__device__ nyb_attention_arguments call_of(const Arguments &a);  // nowhere
+#endif
+
+// A sequence from its start on, up to the last token that a query row sees.
+struct Sequence {
+  int length;
+#if FEATURED
+  int start;
+  // All its query rows together see [0, keep_tokens) and [begin_token, length).
+  int keep_tokens, begin_token;
+#endif
+};
+
+__device__ __forceinline__ Sequence sequence_of(const Arguments &arguments, int batch) {
+  Sequence sequence;
+#if FEATURED
+  // nyb_row_sight_of() of the first row and of the last one, in 32 bits: it is worked out in many
+  // places, and positions of so few rows fit.
+  const nyb_attention_arguments &call = call_of(arguments);
+  const int length = max(min(call.lengths[batch], static_cast<int>(call.room_tokens)), 0);
+  sequence.start = call.starts != nullptr ? max(min(call.starts[batch], length), 0) : 0;
+  const int tokens = length - sequence.start, rows = static_cast<int>(call.query_len);
+  const int first = call.mask == NYB_DEVICE_MASK_TOP_LEFT ? -sequence.start : tokens - rows;
+  const bool all = call.mask == NYB_DEVICE_MASK_NONE;
+  const int first_end = all ? tokens : max(min(first + 1, tokens), 0);
+  sequence.length = all ? tokens : max(min(first + rows, tokens), 0);
+  const int window = static_cast<int>(call.window_tokens);
+  const int keep = static_cast<int>(call.window_keep_tokens);
+  sequence.begin_token = 0;
+  if (window != 0 && first >= window) sequence.begin_token = min(first - window + 1, first_end);
+  if (sequence.begin_token <= min(keep, first_end)) sequence.begin_token = 0;
+  sequence.keep_tokens = sequence.begin_token == 0 ? 0 : min(keep, sequence.length);
+#else
+  const nyb_decode_arguments &a = decode_of(arguments);
+  const int64 length = a.lengths[batch];
+  sequence.length = static_cast<int>(length < 0                   ? 0
+                                     : length > a.capacity_tokens ? a.capacity_tokens
+                                                                  : length);
+#endif
+  return sequence;
+}
+
+// The leaves of a sequence that hold what its query rows see: [0, keep) and [begin, end). Leaves
+// are counted from the sequence's start whatever is seen of it, so that a row's tree is always the
+// same.
+struct Leaves {
+  int keep, begin, end;
+  __device__ __forceinline__ Leaves() : keep(0), begin(0), end(0) {}  // none
+  __device__ __forceinline__ Leaves(const Sequence &sequence, int leaf_tokens)
+      : keep(0), begin(0), end((sequence.length + leaf_tokens - 1) / leaf_tokens) {
+#if FEATURED
+    keep = (sequence.keep_tokens + leaf_tokens - 1) / leaf_tokens;
+    begin = sequence.begin_token < sequence.length ? sequence.begin_token / leaf_tokens : end;
+    if (keep >= begin) keep = begin = 0;
+#endif
+  }
+  __device__ __forceinline__ int count() const { return end - begin + keep; }
+  __device__ __forceinline__ int leaf_at(int index) const {
+    return index < keep ? index : begin + index - keep;
+  }
+  __device__ __forceinline__ int index_of(int leaf) const {
+    return leaf < keep ? leaf : leaf - begin + keep;
+  }
+  // Behind leaf's neighbours, of those that are seen.
+  __device__ __forceinline__ int piece_end(int leaf) const { return leaf < keep ? keep : end; }
+};
 
 // All leaves of all pairs (the host takes another kernel where they are 2^31 or more), dealt out in
 // runs of neighbours, each as long as the next or longer by one.

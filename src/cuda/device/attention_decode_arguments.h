@@ -4,6 +4,8 @@
 #ifndef NYB_ATTENTION_DECODE_ARGUMENTS_H
 #define NYB_ATTENTION_DECODE_ARGUMENTS_H
 
+#include "attention_arguments.h"
+
 /* A block of threads has so many warps, of 32 threads. */
 #define NYB_DECODE_WARPS 4
 /* Tokens that are summed in order, before the tree: fewer of wide heads, which seldom come many at
@@ -49,6 +51,8 @@
 #define NYB_DECODE_QUERY_BYTES(key_dim, columns) (((key_dim) / 16 + 1) / 2 * ((columns) / 8) * 512)
 #define NYB_DECODE_QUERY_SUMS_BYTES(key_dim, key_group, columns) \
   (((key_dim) / (key_group) > 4 ? (key_dim) / (key_group) : 4) * (columns)*4)
+/* Of a row: how many tokens it sees; or where it stands and what becomes of its scores. */
+#define NYB_DECODE_SIGHT_WORDS(featured) ((featured) ? 8 : 1)
 /* Two steps' weights, and before them what is known of the query rows. */
 #define NYB_DECODE_SCRATCH_BYTES(key_dim, columns) \
   ((2 * NYB_DECODE_WARPS + (key_dim) / 16) * (columns)*4)
@@ -68,13 +72,15 @@
                       : 4) *                                       \
        ((value_dim) / (dim_warps) / 16 + 1) * ((columns) / 8) * 16)
 #define NYB_DECODE_SHARED_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, value_group, \
-                                key_scale_bytes, value_scale_bytes, tile, stages, columns, rows)  \
+                                key_scale_bytes, value_scale_bytes, tile, stages, columns, rows,  \
+                                featured)                                                         \
   ((stages)*NYB_DECODE_STAGE_BYTES(key_dim, value_dim, key_bits, value_bits, key_group,           \
                                    key_scale_bytes, tile) +                                       \
    ((stages) + 1) *                                                                               \
        NYB_DECODE_SCALE_STAGE_BYTES(value_dim, value_group, value_scale_bytes, tile) +            \
    NYB_DECODE_QUERY_BYTES(key_dim, columns) +                                                     \
-   NYB_DECODE_QUERY_SUMS_BYTES(key_dim, key_group, columns) + (columns)*4 +                       \
+   NYB_DECODE_QUERY_SUMS_BYTES(key_dim, key_group, columns) +                                     \
+   (columns)*4 * NYB_DECODE_SIGHT_WORDS(featured) +                                               \
    NYB_DECODE_WEIGHT_BYTES(key_dim, (value_dim) / (value_group), tile, columns) +                 \
    NYB_DECODE_TOLD_BYTES((value_dim) / (value_group), columns) +                                  \
    NYB_DECODE_TREE_BYTES(value_dim, columns, rows,                                                \
@@ -125,8 +131,24 @@ typedef struct nyb_decode_arguments {
   int out_type;     /* dtype: F16 or BF16 */
   int merge_groups; /* attention_merge: 1, 2, 4, ... WARP_GROUPS * MAX_WARPS */
   int leaf_tokens;
-  int levels; /* subtrees of up to 2^levels leaves are written */
-  int blocks; /* of threads, that attention_decode is launched with */
+  int levels;     /* subtrees of up to 2^levels leaves are written */
+  int blocks;     /* of threads, that attention_decode is launched with */
+  int page_shift; /* a page is of 2^page_shift tokens */
+  int padding;
 } nyb_decode_arguments;
+
+/* Where tokens stand, PLACED of attention_decode: one behind the other; from a start on, which may
+ * be anywhere, or in a ring; in runs of NYB_DECODE_PAGE_RUN, in pages. */
+#define NYB_DECODE_IN_ORDER 0
+#define NYB_DECODE_SHIFTED 1
+#define NYB_DECODE_PAGES 2
+#define NYB_DECODE_PAGE_RUN 16
+
+/* The parameter of kernels that are FEATURED or PLACED: what a row sees and where tokens stand is
+ * said in `call`. */
+typedef struct nyb_decode_call_arguments {
+  nyb_decode_arguments decode;
+  nyb_attention_arguments call;
+} nyb_decode_call_arguments;
 
 #endif

@@ -7,7 +7,8 @@
 // elements, then warps. More leaves come in rounds. Which leaves begin a subtree follows from the
 // lengths, so that lanes ask for all that they need at once, as soon as attention_decode is done.
 //
-// Parameters (-D): VALUE_DIM, COLUMNS (of the workspace, as in attention_decode).
+// Parameters (-D): VALUE_DIM, COLUMNS, FEATURED (as in attention_decode).
+#define PLACED 0  // where tokens stand plays no part
 #include "attention_decode.cuh"
 
 #if !defined(VALUE_DIM) || !defined(COLUMNS)
@@ -42,20 +43,21 @@ __device__ __forceinline__ Part with_neighbour(const Part &own, int distance) {
   return own + other;
 }
 
-__device__ __forceinline__ uint32 leaves_of(const nyb_decode_arguments &a, int batch) {
-  return (static_cast<uint32>(length_of(a, batch)) + a.leaf_tokens - 1) / a.leaf_tokens;
+__device__ __forceinline__ uint32 leaves_of(const Arguments &arguments, int batch) {
+  return Leaves(sequence_of(arguments, batch), decode_of(arguments).leaf_tokens).count();
 }
 
 // Leaves of the sequences before `batch`, and of all. For the whole block of threads.
-struct Leaves {
+struct LeafCounts {
   uint32 before, all;
 };
-__device__ __forceinline__ Leaves count_leaves(const nyb_decode_arguments &a, int batch) {
-  if (a.batch == 1) return {0, leaves_of(a, 0)};
-  __shared__ Leaves of_warp[MAX_WARPS];
-  Leaves own = {0, 0};
-  for (int i = threadIdx.x; i < a.batch; i += blockDim.x) {
-    const uint32 leaves = leaves_of(a, i);
+__device__ __forceinline__ LeafCounts count_leaves(const Arguments &arguments, int batch) {
+  const int sequences = decode_of(arguments).batch;
+  if (sequences == 1) return {0, leaves_of(arguments, 0)};
+  __shared__ LeafCounts of_warp[MAX_WARPS];
+  LeafCounts own = {0, 0};
+  for (int i = threadIdx.x; i < sequences; i += blockDim.x) {
+    const uint32 leaves = leaves_of(arguments, i);
     own.all += leaves;
     if (i < batch) own.before += leaves;
   }
@@ -66,7 +68,7 @@ __device__ __forceinline__ Leaves count_leaves(const nyb_decode_arguments &a, in
   }
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = own;
   __syncthreads();
-  Leaves total = {0, 0};
+  LeafCounts total = {0, 0};
   for (int i = 0; i < blockDim.x / 32; i++) {
     total.all += of_warp[i].all;
     total.before += of_warp[i].before;
@@ -76,10 +78,10 @@ __device__ __forceinline__ Leaves count_leaves(const nyb_decode_arguments &a, in
 
 // How lanes share rows: `sharers` lanes of a warp and `warps` warps the same elements.
 struct Place {
-  int sharers, warps; // powers of two
-  int items;          // of a warp: other elements
-  int item, group;    // this lane's; group: among all that share its elements
-  int warp;           // among those that share its elements
+  int sharers, warps;  // powers of two
+  int items;           // of a warp: other elements
+  int item, group;     // this lane's; group: among all that share its elements
+  int warp;            // among those that share its elements
   __device__ __forceinline__ explicit Place(int groups)
       : sharers(min(groups, WARP_GROUPS)), warps(groups / sharers), items(32 / sharers) {
     const int lane = threadIdx.x % 32, own_warp = threadIdx.x / 32;
@@ -92,31 +94,36 @@ struct Place {
 // The row that a lane adds up, and where its pair's leaves stand among all.
 struct Row {
   int batch, head, row, part;
-  int length, leaves; // of the sequence; 0 where there is no such row
+  Sequence sequence;
+  Leaves leaves;  // none where there is no such row
   uint32 first_unit;
   bool exists;
 };
-__device__ __forceinline__ Row find_row(const nyb_decode_arguments &a, int item, uint32 *units) {
+__device__ __forceinline__ Row find_row(const Arguments &arguments, int item, uint32 *units) {
+  const nyb_decode_arguments &a = decode_of(arguments);
   const int rows = a.heads_per_kv * a.query_len;
   const int64 first = static_cast<int64>(blockIdx.x) * (blockDim.x / a.merge_groups);
   const int64 index = first + item;
   const int64 pair = index / PARTS / rows;
   const int first_batch =
       a.batch == 1 ? 0 : min(static_cast<int>(first / PARTS / rows / a.kv_heads), a.batch);
-  const Leaves counted = count_leaves(a, first_batch);
+  const LeafCounts counted = count_leaves(arguments, first_batch);
   Row row;
   row.exists = pair < static_cast<int64>(a.batch) * a.kv_heads;
   row.batch = row.exists ? static_cast<int>(pair / a.kv_heads) : 0;
   row.head = static_cast<int>(pair % a.kv_heads);
   row.row = static_cast<int>(index / PARTS % rows);
   row.part = static_cast<int>(index % PARTS);
-  row.length = row.exists ? length_of(a, row.batch) : 0;
-  row.leaves = row.exists ? static_cast<int>(leaves_of(a, row.batch)) : 0;
+  if (row.exists) {
+    row.sequence = sequence_of(arguments, row.batch);
+    row.leaves = Leaves(row.sequence, a.leaf_tokens);
+  }
   uint32 before = counted.before;
-  for (int batch = first_batch; batch < row.batch; batch++) before += leaves_of(a, batch);
-  const uint32 pairs = a.kv_heads * a.row_tiles; // of a sequence
+  for (int batch = first_batch; batch < row.batch; batch++) before += leaves_of(arguments, batch);
+  const uint32 pairs = a.kv_heads * a.row_tiles;  // of a sequence
   *units = counted.all * pairs;
-  row.first_unit = before * pairs + (row.head * a.row_tiles + row.row / COLUMNS) * row.leaves;
+  row.first_unit =
+      before * pairs + (row.head * a.row_tiles + row.row / COLUMNS) * row.leaves.count();
   return row;
 }
 
@@ -124,13 +131,18 @@ __device__ __forceinline__ Row find_row(const nyb_decode_arguments &a, int item,
 __device__ __forceinline__ uint32 begins_of(const nyb_decode_arguments &a, const Runs &runs,
                                             const Row &row, int64 first) {
   uint32 begins = 0;
-  if (first >= row.leaves) return 0;
-  const int last = min(static_cast<int>(first) + GROUP, row.leaves);
+  if (first >= row.leaves.end) return 0;
+  const int last = min(static_cast<int>(first) + GROUP, row.leaves.end);
   int leaf = static_cast<int>(first) >> a.levels << a.levels, end = 0;
   while (leaf < last) {
-    if (leaf >= end) {
-      end = static_cast<int>(min(runs.end_at(row.first_unit + leaf) - row.first_unit,
-                                 static_cast<uint32>(row.leaves)));
+    if (FEATURED && leaf >= row.leaves.keep && leaf < row.leaves.begin) {
+      leaf = row.leaves.begin;
+      continue;
+    }
+    if (leaf >= end) {  // up to here, a block of threads has added neighbours
+      const uint32 unit = row.first_unit + row.leaves.index_of(leaf);
+      end = static_cast<int>(
+          min(runs.end_at(unit) - unit + leaf, static_cast<uint32>(row.leaves.piece_end(leaf))));
     }
     if (leaf >= first) begins |= 1u << (leaf - static_cast<int>(first));
     leaf += 1 << subtree_level(leaf, end, a.levels);
@@ -139,14 +151,34 @@ __device__ __forceinline__ uint32 begins_of(const nyb_decode_arguments &a, const
 }
 
 // The finished elements, and once lse. highest: the unit of `total` in log2.
-__device__ __forceinline__ void store(const nyb_decode_arguments &a, const Row &row, float highest,
-                                      const Part &total) {
+__device__ __forceinline__ void store(const Arguments &arguments, const Row &row, float highest,
+                                      Part total) {
+  const nyb_decode_arguments &a = decode_of(arguments);
   const int64 query_head = static_cast<int64>(row.head) * a.heads_per_kv + row.row / a.query_len;
   const int64 query = row.row % a.query_len;
   char *out =
       a.out + row.batch * a.out_stride[0] + query_head * a.out_stride[1] + query * a.out_stride[2];
   // A row that sees tokens, but scores of -inf only, is 0/0.
-  const bool seen = (a.causal != 0 ? row.length - a.query_len + query + 1 : row.length) > 0;
+#if FEATURED
+  const nyb_attention_arguments &call = call_of(arguments);
+  bool seen = !(total.sum == 0.0f);
+  if (highest == -infinity()) total.sum = 0.0f;  // what said that tokens were seen
+  if (call.sinks != nullptr) {                   // a token more, without a value
+    const float sink = call.sinks[query_head] * 1.44269504088896341f;
+    const float both = highest > sink ? highest : sink;  // or NaN, where the sink is
+    if (both != -infinity()) {
+      const float keep = exp2f(highest - both);
+#pragma unroll
+      for (int j = 0; j < ELEMENTS; j++) total.out[j] *= keep;
+      total.sum = total.sum * keep + exp2f(sink - both);
+      highest = both;
+      seen = seen || total.sum != 0.0f;
+    }
+  }
+#else
+  const int length = row.sequence.length;
+  const bool seen = (a.causal != 0 ? length - a.query_len + query + 1 : length) > 0;
+#endif
   uint32 words[ELEMENTS / 2];
 #pragma unroll
   for (int j = 0; j < ELEMENTS; j += 2) {
@@ -169,13 +201,13 @@ __device__ __forceinline__ void store(const nyb_decode_arguments &a, const Row &
   }
 }
 
-// What the warps that share elements have summed, from left to right. For the whole block of threads;
-// the first of those warps has the result.
+// What the warps that share elements have summed, from left to right. For the whole block of
+// threads; the first of those warps has the result.
 __device__ __forceinline__ Part add_warps(const Place &place, const Part &own) {
   __shared__ Part of_warp[MAX_WARPS][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int index = lane % place.items, sharer = lane / place.items;
-  __syncthreads(); // the round before has been read
+  __syncthreads();  // the round before has been read
   if (sharer == 0) of_warp[warp][index] = own;
   __syncthreads();
   const int each = (place.warps + place.sharers - 1) / place.sharers;
@@ -193,7 +225,7 @@ static_assert(MAX_WARPS <= 2 * WARP_GROUPS);
 __device__ __forceinline__ float highest_of_warps(const Place &place, float own) {
   __shared__ float of_warp[MAX_WARPS][32];
   const int index = threadIdx.x % place.items, warp = threadIdx.x / 32;
-  of_warp[warp][index] = own; // all that share it in a warp have the same
+  of_warp[warp][index] = own;  // all that share it in a warp have the same
   __syncthreads();
   float highest = -infinity();
   for (int i = 0; i < place.warps; i++)
@@ -202,14 +234,16 @@ __device__ __forceinline__ float highest_of_warps(const Place &place, float own)
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
-    attention_merge(const __grid_constant__ nyb_decode_arguments a) {
+    attention_merge(const __grid_constant__ Arguments arguments) {
+  const nyb_decode_arguments &a = decode_of(arguments);
   const int groups = a.merge_groups;
   const Place place(groups);
   uint32 units;
-  const Row row = find_row(a, place.item, &units);
+  const Row row = find_row(arguments, place.item, &units);
   const Runs runs(units, a.blocks);
-  const int64 slot = ((static_cast<int64>(row.batch) * a.kv_heads + row.head) * a.row_tiles +
-                      row.row / COLUMNS) * a.capacity_leaves;
+  const int64 slot =
+      ((static_cast<int64>(row.batch) * a.kv_heads + row.head) * a.row_tiles + row.row / COLUMNS) *
+      a.capacity_leaves;
   const float *partials =
       a.partials + (slot * COLUMNS + row.row % COLUMNS) * VALUE_DIM + row.part * ELEMENTS;
   const float *statistics = a.statistics + slot * STATISTICS + row.row % COLUMNS;
@@ -231,8 +265,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
       if ((begins >> i & 1) != 0) {
         maximum[i] = statistics[(first + i) * STATISTICS];
         sum[i] = statistics[(first + i) * STATISTICS + COLUMNS];
-        values[i] =
-            *reinterpret_cast<const float4 *>(partials + (first + i) * COLUMNS * VALUE_DIM);
+        values[i] = *reinterpret_cast<const float4 *>(partials + (first + i) * COLUMNS * VALUE_DIM);
       }
     }
   };
@@ -241,7 +274,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   float highest = -infinity();
-  for (int round = rounds - 1;; round--) { // ends with the first, whose values stay
+  for (int round = rounds - 1;; round--) {  // ends with the first, whose values stay
     load(round, begins);
 #pragma unroll
     for (int i = 0; i < GROUP; i++) highest = fmaxf(highest, maximum[i]);
@@ -261,9 +294,9 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
 #pragma unroll
     for (int i = 0; i < GROUP; i++) {
       const float factor = rescale_factor(maximum[i] - highest);
-      parts[i] = {{values[i].x * factor, values[i].y * factor, values[i].z * factor,
-                   values[i].w * factor},
-                  sum[i] * factor};
+      parts[i] = {
+          {values[i].x * factor, values[i].y * factor, values[i].z * factor, values[i].w * factor},
+          sum[i] * factor};
     }
 #pragma unroll
     for (int step = 1; step < GROUP; step *= 2) {
@@ -281,12 +314,12 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
     }
   }
   if (place.group != 0 || !row.exists) return;
-  if (rounds > 1) { // what is left, from the right
+  if (rounds > 1) {  // what is left, from the right
     const int lowest = __ffs(rounds) - 1;
     total = waiting[lowest];
     for (int level = lowest + 1; level < MAX_ROUND_LEVELS; level++) {
       if ((rounds >> level & 1) != 0) total = waiting[level] + total;
     }
   }
-  store(a, row, highest, total);
+  store(arguments, row, highest, total);
 }

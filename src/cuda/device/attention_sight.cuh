@@ -101,17 +101,20 @@ NYB_FUNCTION nyb_mask_entry nyb_mask_entry_at(const nyb_attention_arguments *a, 
 /* share is the score over the softcap. */
 NYB_FUNCTION float nyb_capped_score(const nyb_attention_arguments *a, float share) {
   const float t = tanhf(nyb_round_number(a->round_to, share));
-  return nyb_round_number(a->round_to,
-                          NYB_MULTIPLY(nyb_round_number(a->round_to, t), a->softcap));
+  return nyb_round_number(a->round_to, NYB_MULTIPLY(nyb_round_number(a->round_to, t), a->softcap));
+}
+
+NYB_FUNCTION float nyb_score_at(const nyb_attention_arguments *a, float score, float slope,
+                                float distance) {
+  const float bias = nyb_round_number(a->round_to, NYB_MULTIPLY(-slope, distance));
+  return nyb_round_number(a->round_to, NYB_ADD(score, bias));
 }
 
 /* Differences of positions and tokens fit 32 bits, of which only the sign needs a 33rd. */
 NYB_FUNCTION float nyb_sloped_score(const nyb_attention_arguments *a, float score, float slope,
                                     int position, int token) {
   const uint32_t past = (uint32_t)position - (uint32_t)token;
-  const float distance = (float)(position < token ? 0u - past : past);
-  const float bias = nyb_round_number(a->round_to, NYB_MULTIPLY(-slope, distance));
-  return nyb_round_number(a->round_to, NYB_ADD(score, bias));
+  return nyb_score_at(a, score, slope, (float)(position < token ? 0u - past : past));
 }
 
 NYB_FUNCTION float nyb_masked_score(const nyb_attention_arguments *a, float score, float added) {
