@@ -5,13 +5,7 @@
 #include "device/attention_decode_arguments.h"
 
 /* The sums of more groups would not fit the registers; a step behind the last token is counted. */
-enum {
-  MAX_DIM = 576,
-  MAX_GROUPS = 20,
-  MAX_ROWS = 128,
-  MAX_TOKENS = INT32_MAX - 1024,
-  THREADS = (NYB_DECODE_WARPS + 1) * 32
-};
+enum { MAX_DIM = 576, MAX_GROUPS = 20, MAX_ROWS = 128, MAX_TOKENS = INT32_MAX - 1024 };
 
 /* ---- How a call is cut ------------------------------------------------------------------------
  */
@@ -30,22 +24,55 @@ static int64_t groups_of(const nyb_attention *a) {
   return a->key_dim / a->k.format.group_size + a->value_dim / a->v.format.group_size;
 }
 
-static cut cut_of_rows(const nyb_attention *a, int64_t rows) {
-  /* Sixteen rows and the sums of many groups or elements would not fit the registers. */
+static int32_t tile_tokens(const nyb_attention *a) {
+  return NYB_DECODE_TILE(a->key_dim, a->value_dim, a->key_dim * a->k.format.bits / 8,
+                         a->value_dim * a->v.format.bits / 8);
+}
+
+static int64_t shared_bytes(const nyb_attention *a, int32_t columns, int32_t row_room,
+                            int32_t stages) {
+  return NYB_DECODE_SHARED_BYTES(a->key_dim, a->value_dim, a->k.format.bits, a->v.format.bits,
+                                 a->k.format.group_size, a->v.format.group_size,
+                                 (int64_t)nyb_dtype_bytes(a->k.format.dtype),
+                                 (int64_t)nyb_dtype_bytes(a->v.format.dtype), tile_tokens(a),
+                                 stages, columns, row_room, nyb_cuda_attention_is_featured(a));
+}
+
+static int64_t leaves_of_capacity(const nyb_attention *a) {
+  const int64_t leaf = NYB_DECODE_LEAF_TOKENS(a->key_dim, a->value_dim);
+  return (nyb_room_tokens(a) + leaf - 1) / leaf;
+}
+
+/* Whether the rows are taken sixteen at once: their bits are those that eight at once get. */
+static bool takes_sixteen(const nyb_attention *a, int64_t rows,
+                          const nyb_cuda_properties *properties) {
+  /* Where two warps share a tile, each has few elements of sixteen rows; but as long as there are
+   * multiprocessors for all, two blocks of threads are done sooner with eight rows each. */
+  if (NYB_DECODE_WARP_PARTS(a->key_dim, a->value_dim, nyb_cuda_attention_is_featured(a)) > 1) {
+    const int64_t eights = (rows + 7) / 8;
+    const double blocks =
+        (double)a->batch * (double)a->kv_heads * (double)eights * (double)leaves_of_capacity(a);
+    return blocks > properties->multiprocessors &&
+           shared_bytes(a, 16, 16, 2) <= properties->shared_bytes_per_block;
+  }
+  /* Elsewhere sixteen rows and the sums of many groups or elements would not fit the registers. */
   const bool narrow = a->k.format.group_size == 32 || a->v.format.group_size == 32;
-  const bool few =
-      rows <= 8 || groups_of(a) > (narrow ? 6 : 8) || a->key_dim > 256 || a->value_dim > 256;
+  return groups_of(a) <= (narrow ? 6 : 8) && a->key_dim <= 256 && a->value_dim <= 256;
+}
+
+static cut cut_of_rows(const nyb_attention *a, int64_t rows,
+                       const nyb_cuda_properties *properties) {
+  const bool few = rows <= 8 || !takes_sixteen(a, rows, properties);
   cut c = {.rows = rows, .columns = few ? 8 : 16, .row_room = 1};
   while (c.row_room < c.columns && c.row_room < rows) c.row_room *= 2;
   c.row_tiles = (rows + c.columns - 1) / c.columns;
   c.pairs = a->batch * a->kv_heads * c.row_tiles;
-  const int64_t leaf = NYB_DECODE_LEAF_TOKENS(a->key_dim, a->value_dim);
-  c.leaves = (nyb_room_tokens(a) + leaf - 1) / leaf;
+  c.leaves = leaves_of_capacity(a);
   return c;
 }
 
-static cut cut_of(const nyb_attention_call *call) {
-  return cut_of_rows(call->attention, call->heads_per_kv * call->attention->query_len);
+static cut cut_of(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
+  return cut_of_rows(call->attention, call->heads_per_kv * call->attention->query_len, properties);
 }
 
 /* The workspace: statistics first, as the larger part may be large. */
@@ -61,11 +88,6 @@ static int64_t partial_floats(const cut *c, int64_t value_dim) {
  */
 
 static bool is_16_bit(nyb_dtype dtype) { return dtype == NYB_F16 || dtype == NYB_BF16; }
-
-static int32_t tile_tokens(const nyb_attention *a) {
-  return NYB_DECODE_TILE(a->key_dim, a->value_dim, a->key_dim * a->k.format.bits / 8,
-                         a->value_dim * a->v.format.bits / 8);
-}
 
 /* Where tokens stand: NYB_DECODE_IN_ORDER, ... */
 static int32_t placed(const nyb_attention *a) {
@@ -88,14 +110,6 @@ static bool takes(const nyb_attention *a) {
   return !nyb_has_parts(a) && !added && !by_number && (!nyb_is_paged(a) || page_shift(a) >= 0);
 }
 
-static int64_t shared_bytes(const nyb_attention *a, const cut *c, int32_t stages) {
-  return NYB_DECODE_SHARED_BYTES(
-      a->key_dim, a->value_dim, a->k.format.bits, a->v.format.bits, a->k.format.group_size,
-      a->v.format.group_size, (int64_t)nyb_dtype_bytes(a->k.format.dtype),
-      (int64_t)nyb_dtype_bytes(a->v.format.dtype), tile_tokens(a), stages, c->columns, c->row_room,
-      nyb_cuda_attention_is_featured(a));
-}
-
 /* As many as fit beside each other in the blocks of threads that a multiprocessor shall hold: few,
  * where there is little to do. */
 static int32_t stages(const nyb_attention *a, const cut *c, const nyb_cuda_properties *properties) {
@@ -107,7 +121,7 @@ static int32_t stages(const nyb_attention *a, const cut *c, const nyb_cuda_prope
   const int64_t reserved = 1024; /* by the driver, of each block */
   const int64_t budget = properties->shared_bytes_per_multiprocessor / blocks - reserved;
   int32_t most = NYB_DECODE_MAX_STAGES;
-  while (most > 2 && shared_bytes(a, c, most) > budget) most--;
+  while (most > 2 && shared_bytes(a, c->columns, c->row_room, most) > budget) most--;
   return most;
 }
 
@@ -120,8 +134,9 @@ static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *
   }
   /* Fewer rows may take more: more subtrees wait in shared memory. */
   for (int64_t rows = 1; rows <= MAX_ROWS; rows *= 2) {
-    const cut c = cut_of_rows(a, rows);
-    if (shared_bytes(a, &c, 2) > properties->shared_bytes_per_block) return false;
+    const cut c = cut_of_rows(a, rows, properties);
+    if (shared_bytes(a, c.columns, c.row_room, 2) > properties->shared_bytes_per_block)
+      return false;
   }
   return true;
 }
@@ -130,9 +145,8 @@ static bool is_packed(const nyb_attention *a);
 static bool is_aligned_query(const nyb_attention *a);
 
 static bool suits(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
-  (void)properties;
   const nyb_attention *a = call->attention;
-  const cut c = cut_of(call);
+  const cut c = cut_of(call, properties);
   return c.rows <= MAX_ROWS && nyb_room_tokens(a) <= MAX_TOKENS &&
          (c.leaves == 0 || c.pairs < INT32_MAX / c.leaves) &&
          (!nyb_is_paged(a) || (is_packed(a) && is_aligned_query(a)));
@@ -140,10 +154,9 @@ static bool suits(const nyb_attention_call *call, const nyb_cuda_properties *pro
 
 static int64_t workspace_bytes(const nyb_attention_call *call,
                                const nyb_cuda_properties *properties) {
-  (void)properties;
   const nyb_attention *a = call->attention;
   const int64_t rows = call->heads_per_kv * a->query_len;
-  cut c = cut_of_rows(a, rows < MAX_ROWS ? rows : MAX_ROWS);
+  cut c = cut_of_rows(a, rows < MAX_ROWS ? rows : MAX_ROWS, properties);
   const int64_t most_pairs = c.leaves == 0 ? c.pairs : INT32_MAX / c.leaves;
   if (c.pairs > most_pairs) c.pairs = most_pairs;
   return (statistics_floats(&c) + partial_floats(&c, a->value_dim)) * (int64_t)sizeof(float);
@@ -204,11 +217,12 @@ static int32_t merge_threads(const cut *c) {
 static int programs(const nyb_attention_call *call, const nyb_cuda_properties *properties,
                     nyb_cuda_attention_program programs[NYB_CUDA_ATTENTION_MAX_PROGRAMS]) {
   const nyb_attention *a = call->attention;
-  const cut c = cut_of(call);
+  const cut c = cut_of(call, properties);
   programs[0].spec.program = &nyb_cuda_program_attention_decode;
-  programs[0].threads = THREADS;
+  programs[0].threads =
+      (NYB_DECODE_WARPS(a->key_dim, a->value_dim, nyb_cuda_attention_is_featured(a)) + 1) * 32;
   const int32_t own_stages = stages(a, &c, properties);
-  programs[0].dynamic_shared_bytes = (int32_t)shared_bytes(a, &c, own_stages);
+  programs[0].dynamic_shared_bytes = (int32_t)shared_bytes(a, c.columns, c.row_room, own_stages);
   int32_t *values = programs[0].spec.values;
 #define NYB_SET(macro, value) values[NYB_CUDA_PARAMETER(attention_decode, macro)] = (int32_t)(value)
   NYB_SET(KEY_DIM, a->key_dim);
@@ -270,7 +284,8 @@ static nyb_decode_arguments arguments_of(const nyb_attention_call *call, const c
       .out_type = (int)a->out.dtype,
       .merge_groups = merge_groups(c),
       .leaf_tokens = NYB_DECODE_LEAF_TOKENS(a->key_dim, a->value_dim),
-      .levels = NYB_DECODE_LEVELS(a->value_dim, c->row_room),
+      .levels = NYB_DECODE_LEVELS(a->key_dim, a->value_dim, c->row_room,
+                                  nyb_cuda_attention_is_featured(a)),
       .page_shift = nyb_is_paged(a) ? page_shift(a) : 0,
   };
   arguments.partials = arguments.statistics + statistics_floats(c);
@@ -294,7 +309,7 @@ static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
                          const nyb_cuda_kernel *const *kernels, void *workspace,
                          nyb_stream stream) {
   const nyb_attention *a = call->attention;
-  const cut c = cut_of(call);
+  const cut c = cut_of(call, scope->properties);
   nyb_decode_call_arguments all = {.decode = arguments_of(call, &c, workspace)};
   if (nyb_cuda_attention_feature(a) != NULL) all.call = nyb_cuda_attention_arguments(call);
   nyb_decode_arguments *arguments = &all.decode;

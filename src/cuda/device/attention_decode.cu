@@ -9,11 +9,12 @@
 // A block's last warp copies. The other four share steps of 4 * TILE tokens: each scores a quarter
 // of the tokens and leaves their weights, times V's scales, in shared memory; then, while the next
 // step is scored, each sums a part of the output's elements over all of the step's tokens, so that
-// few sums are held in registers and none is added between warps. A leaf of tokens is summed in
-// order; leaves are added along a fixed binary tree over token positions. Maxima are whole numbers
-// of log2 units, so that all rescaling is by powers of two and exact: where the tree is cut between
-// blocks of threads changes no bit. Leaves are dealt out in equal contiguous runs over the whole
-// grid, and copies are kept ahead across them.
+// few sums are held in registers and none is added between warps. Of wide heads they are eight: two
+// score a half of head_dim each. A leaf of tokens is summed in order; leaves are added along a
+// fixed binary tree over token positions. Maxima are whole numbers of log2 units, so that all
+// rescaling is by powers of two and exact: where the tree is cut between blocks of threads changes
+// no bit. Leaves are dealt out in equal contiguous runs over the whole grid, and copies are kept
+// ahead across them.
 //
 // Parameters of a specialisation (-D): KEY_DIM, VALUE_DIM, KEY_BITS, VALUE_BITS, KEY_GROUP,
 // VALUE_GROUP, QUERY_TYPE (of q: F16 or BF16), KEY_SCALE_TYPE, VALUE_SCALE_TYPE (dtypes), COLUMNS
@@ -33,13 +34,13 @@
 #error "a parameter of attention_decode is missing"
 #endif
 
-constexpr int WARPS = NYB_DECODE_WARPS;
+constexpr int WARPS = NYB_DECODE_WARPS(KEY_DIM, VALUE_DIM, FEATURED), TILES = NYB_DECODE_TILES;
 constexpr int KEY_ROW = KEY_DIM * KEY_BITS / 8, VALUE_ROW = VALUE_DIM * VALUE_BITS / 8;
 constexpr int KEY_GROUPS = KEY_DIM / KEY_GROUP, VALUE_GROUPS = VALUE_DIM / VALUE_GROUP;
 constexpr int N_TILES = COLUMNS / 8;
-// Of a warp; a step of the block is four of them.
+// A step of the block is four of them.
 constexpr int TILE = NYB_DECODE_TILE(KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW), HALVES = TILE / 16;
-constexpr int STEP = WARPS * TILE;
+constexpr int STEP = TILES * TILE;
 constexpr int LEAF = NYB_DECODE_LEAF_TOKENS(KEY_DIM, VALUE_DIM), LEAF_STEPS = LEAF / STEP;
 constexpr int MIN_BLOCKS = NYB_DECODE_MIN_BLOCKS(KEY_DIM, VALUE_DIM, KEY_ROW, VALUE_ROW,
                                                  KEY_GROUPS + VALUE_GROUPS, COLUMNS, ROWS);
@@ -52,40 +53,54 @@ static_assert(STAGES >= 2 && STAGES <= NYB_DECODE_MAX_STAGES);
 // many sets of them, however many query rows there are: a row's bits do not depend on its
 // neighbours. Few query rows leave columns of the scores' products free. They take the other part
 // of head_dim then: column j of USED belongs to the first part, j + USED to the next, and each lane
-// scales its part alone. The lanes of a row's parts then add them up, each for KEPT of their
-// LANE_TOKENS tokens.
-constexpr int PARTS = KEY_DIM / 16 % 2 == 0 && (KEY_GROUPS == 1 || KEY_GROUPS % 2 == 0) ? 2 : 1;
-constexpr int SPLIT = COLUMNS == 8 && ROWS <= 4 ? PARTS : 1, USED = COLUMNS / SPLIT;
-constexpr int KEPT = LANE_TOKENS / SPLIT;
-constexpr int PART_GROUPS = KEY_GROUPS > PARTS ? KEY_GROUPS / PARTS : 1;  // of a part
+// scales its part alone. Of wide heads two warps score a part of a tile each. The lanes of a row's
+// parts then add them up, each for KEPT of their LANE_TOKENS tokens.
+constexpr int WARP_PARTS = WARPS / TILES;
+constexpr int PARTS = WARP_PARTS > 1 ||
+                              (KEY_DIM / 16 % 2 == 0 && (KEY_GROUPS == 1 || KEY_GROUPS % 2 == 0))
+                          ? 2
+                          : 1;
+constexpr int SPLIT = WARP_PARTS == 1 && COLUMNS == 8 && ROWS <= 4 ? PARTS : 1;
+constexpr int USED = COLUMNS / SPLIT, SHARES = SPLIT * WARP_PARTS;
+constexpr int KEPT = LANE_TOKENS / SHARES;
+constexpr int PART_GROUPS = KEY_GROUPS > PARTS ? (KEY_GROUPS + PARTS - 1) / PARTS : 1;  // of a part
+// From a part's first group to the next one's. Where there is an odd number of groups, warps' parts
+// overlap, and the second leaves out its first group.
+constexpr int NEXT_PART = WARP_PARTS == 1 ? PART_GROUPS : KEY_GROUPS - PART_GROUPS;
+constexpr int SUM_GROUPS = WARP_PARTS == 1 ? PARTS * PART_GROUPS : KEY_GROUPS;
+constexpr int GROUP_STEPS = KEY_DIM / 16 / SUM_GROUPS;
 // What a lane has of them: parts, groups, sets of tokens.
-constexpr int LANE_PARTS = PARTS / SPLIT, SETS = PARTS / SPLIT, SET_TOKENS = KEPT / SETS;
-constexpr int LANE_GROUPS = SPLIT == PARTS ? PART_GROUPS : KEY_GROUPS;
+constexpr int LANE_PARTS = PARTS / SHARES, SETS = PARTS / SHARES, SET_TOKENS = KEPT / SETS;
+constexpr int LANE_GROUPS = SHARES == PARTS ? PART_GROUPS : KEY_GROUPS;
 constexpr int LANE_SUMS = LANE_PARTS * PART_GROUPS;
 constexpr bool HOLD_SUMS = LANE_SUMS * N_TILES <= 4;
 __device__ __forceinline__ int lane_part() {
+  if constexpr (WARP_PARTS > 1) return threadIdx.x / (TILES * 32);
   return SPLIT == 1 ? 0 : (threadIdx.x & 3) * SPLIT / 4;
+}
+__device__ __forceinline__ int tile_of_warp() {
+  return WARP_PARTS == 1 ? threadIdx.x >> 5 : (threadIdx.x >> 5) % TILES;
 }
 // Adds or compares over the lanes that share columns: their tokens differ.
 constexpr int NEXT_ROW = SPLIT == 1 ? 4 : 2;
-constexpr int LEVELS = NYB_DECODE_LEVELS(VALUE_DIM, ROWS);
+constexpr int LEVELS = NYB_DECODE_LEVELS(KEY_DIM, VALUE_DIM, ROWS, FEATURED);
 
 __host__ __device__ constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;
 }
 
-// A warp's part of a stage of copies, in bytes: all of its own tokens.
+// A tile's part of a stage of copies, in bytes: all of its tokens.
 constexpr int KEY_SCALE_BYTES = round_up(TILE * KEY_GROUPS * bytes_of(KEY_SCALE_TYPE), 16);
 constexpr int VALUE_SCALE_BYTES = round_up(TILE * VALUE_GROUPS * bytes_of(VALUE_SCALE_TYPE), 16);
 constexpr int VALUES_AT = round_up(TILE * KEY_ROW, 16);
 constexpr int KEY_SCALES_AT = VALUES_AT + round_up(TILE * VALUE_ROW, 16);
 constexpr int KEY_BIASES_AT = KEY_SCALES_AT + KEY_SCALE_BYTES;
 constexpr int OWN_BYTES = KEY_BIASES_AT + KEY_SCALE_BYTES;
-constexpr int STAGE_BYTES = WARPS * OWN_BYTES;
+constexpr int STAGE_BYTES = TILES * OWN_BYTES;
 // V's scales and biases are needed before its codes, and as long: they come with the keys, and have
-// a stage more. Of a warp: scales, then biases.
+// a stage more. Of a tile: scales, then biases.
 constexpr int OWN_VALUE_SCALE_BYTES = 2 * VALUE_SCALE_BYTES;
-constexpr int SCALE_STAGES = STAGES + 1, SCALE_STAGE_BYTES = WARPS * OWN_VALUE_SCALE_BYTES;
+constexpr int SCALE_STAGES = STAGES + 1, SCALE_STAGE_BYTES = TILES * OWN_VALUE_SCALE_BYTES;
 constexpr int VALUE_SCALES_AT = STAGES * STAGE_BYTES;
 // Behind them: the query rows as the products' N side.
 constexpr int QUERIES_AT = VALUE_SCALES_AT + SCALE_STAGES * SCALE_STAGE_BYTES;
@@ -97,18 +112,34 @@ constexpr int WEIGHT_ROW_BYTES = STEP * 2 + 16;
 constexpr int QUERY_SUMS_AT = QUERIES_AT + QUERY_BYTES;  // where they are too many to be held
 constexpr int QUERY_SUMS_BYTES = NYB_DECODE_QUERY_SUMS_BYTES(KEY_DIM, KEY_GROUP, COLUMNS);
 constexpr int VISIBLE_AT = QUERY_SUMS_AT + QUERY_SUMS_BYTES;  // how many tokens each row sees
-constexpr int WEIGHTS_AT = VISIBLE_AT + COLUMNS * 4 * NYB_DECODE_SIGHT_WORDS(FEATURED);
+// Where registers are few, the rows' units are there too, behind.
+constexpr bool HOLD_UNITS = WARP_PARTS == 1;
+constexpr int UNITS_AT = VISIBLE_AT + COLUMNS * 4 * NYB_DECODE_SIGHT_WORDS(FEATURED);
+constexpr int WEIGHTS_AT = UNITS_AT + (HOLD_UNITS ? 0 : COLUMNS * 4);
 constexpr int WEIGHT_GROUP_BYTES = WEIGHT_ROWS * WEIGHT_ROW_BYTES;
-constexpr int WEIGHT_STEP_BYTES = VALUE_GROUPS * WEIGHT_GROUP_BYTES;  // one step's; there are two
+constexpr int WEIGHT_STEP_BYTES =  // one step's; there are two
+    NYB_DECODE_STEP_WEIGHT_BYTES(VALUE_GROUPS, TILE, COLUMNS, WARPS);
+// Where two warps share a tile, the weights as f32 behind: a row of columns for each token, in the
+// order of a lane's: 2 * (lane % 4), the next, and those 8 on.
+constexpr int FLOAT_WEIGHTS_AT = WEIGHTS_AT + VALUE_GROUPS * WEIGHT_GROUP_BYTES;
+constexpr int FLOAT_ROW_BYTES = COLUMNS * 4;
 // What warps tell each other: maxima and exponents where they are raised, sums at a leaf's end.
 // Before there are weights: the query rows' maxima and sums.
 constexpr int QUERY_SCRATCH_AT = WEIGHTS_AT;
 constexpr int RAISED_AT =
-    WEIGHTS_AT + NYB_DECODE_WEIGHT_BYTES(KEY_DIM, VALUE_GROUPS, TILE, COLUMNS);
+    WEIGHTS_AT + NYB_DECODE_WEIGHT_BYTES(KEY_DIM, VALUE_GROUPS, TILE, COLUMNS, WARPS);
 constexpr int RAISED_WORDS = COLUMNS + VALUE_GROUPS;
-constexpr int SUMS_AT = RAISED_AT + round_up(WARPS * RAISED_WORDS * 4, 16);
+// Of a warp each; where two warps share a tile, of the block, in turn in two places.
+constexpr int RAISED_BUFFERS = WARP_PARTS == 1 ? 1 : 2, RAISED_BYTES = RAISED_WORDS * 4;
+constexpr int SUMS_AT = RAISED_AT + NYB_DECODE_RAISED_BYTES(VALUE_GROUPS, COLUMNS, WARPS);
 constexpr int SUMS_WORDS = (VALUE_GROUPS + 1) * COLUMNS;
-constexpr int EXCHANGE_AT = SUMS_AT + WARPS * SUMS_WORDS * 4;
+// Of wide heads, scores of a part for the warp that has the other: a lane's of one token.
+constexpr int PARTS_AT = SUMS_AT + (WARP_PARTS > 1 ? 0 : WARPS * SUMS_WORDS * 4);
+// And each warp's own copy of the powers of two that V's scales are multiplied with.
+constexpr bool HOLD_EXPONENTS = WARP_PARTS == 1;
+constexpr int GROWS_AT = PARTS_AT + NYB_DECODE_PARTS_BYTES(COLUMNS, WARPS);
+constexpr int PARKED_AT = GROWS_AT + NYB_DECODE_GROWS_BYTES(VALUE_GROUPS, WARPS);
+constexpr int EXCHANGE_AT = PARKED_AT + NYB_DECODE_PARKED_BYTES(WARPS);
 
 // ---- Instructions ------------------------------------------------------------------------------
 
@@ -204,6 +235,16 @@ __device__ __forceinline__ void load_floats_4(float *values, uint32 address) {
   asm volatile("ld.shared.v4.f32 {%0,%1,%2,%3}, [%4];"
                : "=f"(values[0]), "=f"(values[1]), "=f"(values[2]), "=f"(values[3])
                : "r"(address));
+}
+template <int COUNT>
+__device__ __forceinline__ void store_words(uint32 address, const float *values) {
+  if constexpr (COUNT == 4) {
+    store_floats_4(address, values);
+  } else {
+    static_assert(COUNT == 2);
+    asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(address), "f"(values[0]), "f"(values[1])
+                 : "memory");
+  }
 }
 // Keeps the compiler from working a value out again and again, instead of holding it.
 __device__ __forceinline__ void hold(uint32 &value) { asm volatile("" : "+r"(value)); }
@@ -360,7 +401,7 @@ constexpr int SPAN_PARTS = Values::BY_UNITS     ? 1
                                                 : 1;
 constexpr int PIECES = SPANS * SPAN_PARTS, PIECE_SUMS = SPAN_SUMS / SPAN_PARTS;
 constexpr int PIECE_LANE_DIMS = VALUE_LANE_DIMS / SPAN_PARTS;
-constexpr int DIM_WARPS = PIECES % 4 == 0 ? 4 : PIECES % 2 == 0 ? 2 : 1;
+constexpr int DIM_WARPS = NYB_DECODE_DIM_WARPS(VALUE_DIM, VALUE_BITS, VALUE_GROUP, WARPS);
 constexpr int TOKEN_WARPS = WARPS / DIM_WARPS;
 constexpr int WARP_PIECES = PIECES / DIM_WARPS;
 constexpr int VALUE_HALVES = STEP / TOKEN_WARPS / 16;  // that a warp sums
@@ -394,6 +435,13 @@ __device__ __forceinline__ int value_position(int lane_dim) {
 
 // ---- Scales and biases of a lane's tokens
 // ---------------------------------------------------------
+
+// The thread's number, where what follows from it is not worth a register meanwhile.
+__device__ __forceinline__ uint32 thread_here() {
+  uint32 thread = threadIdx.x;
+  if constexpr (WARP_PARTS > 1) hold(thread);
+  return thread;
+}
 
 template <int BYTES>
 __device__ __forceinline__ void load_words(uint32 *to, uint32 address) {
@@ -453,13 +501,14 @@ struct PerGroup {
 using KeyScales = PerGroup<KEY_SCALE_TYPE, LANE_TOKENS, LANE_GROUPS, KEY_GROUPS>;
 using ValueScales = PerGroup<VALUE_SCALE_TYPE, KEPT, VALUE_GROUPS, VALUE_GROUPS>;
 __device__ __forceinline__ uint32 key_scale_offset() {
-  const int first = KEY_GROUPS == 1 ? 0 : lane_part() * PART_GROUPS;
+  const int first = KEY_GROUPS == 1 ? 0 : lane_part() * NEXT_PART;
   return ((threadIdx.x >> 2 & 7) * LANE_TOKENS * KEY_GROUPS + first) * bytes_of(KEY_SCALE_TYPE);
 }
 // From the lane's row on: the first of its tokens that it keeps.
 __device__ __forceinline__ int lane_token() {
   return (threadIdx.x >> 2 & 7) * LANE_TOKENS + lane_part() * KEPT;
 }
+__device__ __forceinline__ int lane_row_token() { return (threadIdx.x >> 2 & 7) * LANE_TOKENS; }
 __device__ __forceinline__ uint32 value_scale_offset() {
   return lane_token() * VALUE_GROUPS * bytes_of(VALUE_SCALE_TYPE);
 }
@@ -594,7 +643,7 @@ struct Shift {
 };
 
 // K's or V's bytes of a step's tokens, on their way to shared memory: by the block's last warp,
-// which does nothing else. Where in a stage the first warp's are; another's are OWN bytes on. What
+// which does nothing else. Where in a stage the first tile's are; another's are OWN bytes on. What
 // is NONE stays away.
 constexpr int NONE = -1;
 template <class LAYOUT, int DTYPE, int GROUPS, int CODES_AT, int SCALES_AT, int BIASES_AT, int OWN>
@@ -602,7 +651,7 @@ struct Copies {
   static constexpr int ROW = LAYOUT::ROW, SCALE_ROW = GROUPS * bytes_of(DTYPE);
   static constexpr int CHUNKS = TILE * ROW / 16, LANE_CHUNKS = (CHUNKS + 31) / 32;  // of a tile
   static constexpr int TILE_SCALE_CHUNKS = TILE * SCALE_ROW / 16;
-  static constexpr int SCALE_CHUNKS = WARPS * TILE_SCALE_CHUNKS;
+  static constexpr int SCALE_CHUNKS = TILES * TILE_SCALE_CHUNKS;
 
   Problem problem;
   const nyb_decode_stored *stored;
@@ -679,7 +728,7 @@ struct Copies {
       if (CHUNKS % 32 != 0 && chunk >= CHUNKS) break;
       const uint32 to = stage + offset[i];
 #pragma unroll
-      for (int tile = 0; tile < WARPS; tile++) {
+      for (int tile = 0; tile < TILES; tile++) {
         const char *from = step_codes + tile * TILE * ROW + 512 * i;
         if constexpr (FULL) {
           copy_async_16(to + tile * OWN, from);
@@ -860,7 +909,7 @@ struct Copies {
       for (int i = 0; i < LANE_CHUNKS; i++) {
         const int chunk = min(lane + 32 * i, CHUNKS - 1);
 #pragma unroll
-        for (int tile = 0; tile < WARPS; tile++) {
+        for (int tile = 0; tile < TILES; tile++) {
           const char *from = of_run(run_codes, tile * TILE / RUN + chunk / ROW) + chunk % ROW * 16;
           const int left = (tokens_left - tile * TILE) * ROW - chunk * 16;
           if (CHUNKS % 32 != 0 && lane + 32 * i >= CHUNKS) continue;
@@ -1063,10 +1112,10 @@ struct Queries {
   // Of columns 2 * (lane % 4) and the next.
   float sum[HOLD_SUMS ? LANE_SUMS : 1][2 * N_TILES];  // of a group of the lane's parts, in the
                                                       // products' unit
-  float unit[2 * N_TILES];  // products' unit times this: log2 units (ROUND_SCORES:
-                            // natural ones)
-  int visible_to_all;       // [0, this), of FEATURED only what is behind begin_of_all or before
-                            // keep_of_all
+  float held_unit[HOLD_UNITS ? 2 * N_TILES : 1];      // products' unit times this: log2 units
+                                                  // (ROUND_SCORES: natural ones)
+  int visible_to_all;  // [0, this), of FEATURED only what is behind begin_of_all or before
+                       // keep_of_all
   int begin_of_all, keep_of_all;
 
   // The N side of two steps: words for step `step` (even) and the next, for each tile of columns.
@@ -1079,7 +1128,8 @@ struct Queries {
                                        uint32 shared) {
     const nyb_decode_arguments &a = decode_of(arguments);
     constexpr int SHARE = (KEY_STEPS + 2 * WARPS - 1) / (2 * WARPS);  // pairs of steps of a warp
-    const int lane = threadIdx.x & 31, c = lane & 3, warp = threadIdx.x >> 5;
+    const uint32 thread = thread_here();
+    const int lane = thread & 31, c = lane & 3, warp = thread >> 5;
     const uint32 queries = shared + QUERIES_AT;
     const uint32 maxima = shared + QUERY_SCRATCH_AT, poisons = maxima + WARPS * COLUMNS * 4;
     const uint32 step_sums = poisons + WARPS * COLUMNS * 4;
@@ -1216,6 +1266,8 @@ struct Queries {
             "st.shared.b32 [%0], %1;" ::"r"(shared + VISIBLE_AT + (n * 8 + (lane >> 2)) * 4),
             "r"(own_visible)
             : "memory");
+        if constexpr (!HOLD_UNITS)
+          store_float_shared(shared + UNITS_AT + (n * 8 + (lane >> 2)) * 4, own_unit);
       }
 #endif
       int least = own_visible;
@@ -1226,16 +1278,15 @@ struct Queries {
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const int from = (2 * c + j) % USED * 4;
-        unit[2 * n + j] = __shfl_sync(~0u, own_unit, from);
+        if constexpr (HOLD_UNITS) held_unit[2 * n + j] = __shfl_sync(~0u, own_unit, from);
       }
     }
     synchronize_warps();
-    constexpr int PART_STEPS = KEY_STEPS / PARTS / PART_GROUPS;
-    const auto total = [&](int part, int column) {
+    const auto total = [&](int group, int column) {
       float all = 0;
 #pragma unroll
-      for (int step = 0; step < PART_STEPS; step++)
-        all += load_float_shared(step_sums + ((part * PART_STEPS + step) * COLUMNS + column) * 4);
+      for (int step = 0; step < GROUP_STEPS; step++)
+        all += load_float_shared(step_sums + ((group * GROUP_STEPS + step) * COLUMNS + column) * 4);
       return all;
     };
     if constexpr (HOLD_SUMS) {
@@ -1243,10 +1294,10 @@ struct Queries {
       for (int g = 0; g < LANE_SUMS; g++) {
 #pragma unroll
         for (int j = 0; j < 2 * N_TILES; j++)
-          sum[g][j] = total(lane_part() * PART_GROUPS + g, j / 2 * 8 + 2 * c % USED + j % 2);
+          sum[g][j] = total(lane_part() * NEXT_PART + g, j / 2 * 8 + 2 * c % USED + j % 2);
       }
     } else {
-      for (int i = threadIdx.x; i < PARTS * PART_GROUPS * COLUMNS; i += WARPS * 32)
+      for (int i = thread; i < SUM_GROUPS * COLUMNS; i += WARPS * 32)
         store_float_shared(shared + QUERY_SUMS_AT + i * 4, total(i / COLUMNS, i % COLUMNS));
       synchronize_warps();
     }
@@ -1259,6 +1310,19 @@ struct Queries {
       visible[j] = static_cast<int>(load_word(shared + VISIBLE_AT + column * 4));
     }
   }
+  __device__ __forceinline__ void load_units(float *unit, uint32 shared) const {
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      if constexpr (HOLD_UNITS) {
+        unit[2 * n] = held_unit[2 * n];
+        unit[2 * n + 1] = held_unit[2 * n + 1];
+      } else {
+        asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
+                     : "=f"(unit[2 * n]), "=f"(unit[2 * n + 1])
+                     : "r"(shared + UNITS_AT + (n * 8 + 2 * (threadIdx.x & 3)) * 4));
+      }
+    }
+  }
   // Of columns 2 * (lane % 4) + 8 * n and the next.
   __device__ __forceinline__ void sums_of(float *pair, int g, int n, uint32 queries) const {
     if constexpr (HOLD_SUMS) {
@@ -1269,7 +1333,7 @@ struct Queries {
       asm volatile(
           "ld.shared.v2.f32 {%0,%1}, [%2];"
           : "=f"(pair[0]), "=f"(pair[1])
-          : "r"(queries + QUERY_BYTES + ((lane_part() * PART_GROUPS + g) * COLUMNS + column) * 4));
+          : "r"(queries + QUERY_BYTES + ((lane_part() * NEXT_PART + g) * COLUMNS + column) * 4));
     }
   }
 };
@@ -1287,30 +1351,72 @@ __device__ __forceinline__ constexpr bool begins_group(int piece) {
                         (WARP_PIECES % GROUP_PIECES != 0 || piece % GROUP_PIECES == 0));
 }
 constexpr bool ONE_GROUP = GROUP_PIECES % WARP_PIECES == 0;
+// Where two warps share a tile, a warp sums the biases of its own elements' groups over all tokens;
+// elsewhere, those of all groups over its own tokens.
+constexpr int BIAS_GROUPS = WARP_PARTS == 1 ? VALUE_GROUPS
+                            : ONE_GROUP     ? 1
+                                            : WARP_PIECES / GROUP_PIECES;
+static_assert(WARP_PARTS == 1 ||
+              (TOKEN_WARPS == 1 && (ONE_GROUP || WARP_PIECES % GROUP_PIECES == 0)));
+
+// Units of a group of keys, and those of head_dim that a warp reads.
+constexpr int GROUP_UNITS = KEY_GROUP * KEY_BITS / 128;
+constexpr int WARP_UNITS = WARP_PARTS == 1 ? Keys::UNITS : PART_GROUPS * GROUP_UNITS;
 
 // Where in a stage this lane points ldmatrix to, and where its weights go and come from.
 struct Addresses {
   Place<Keys> keys;  // from a stage on
   Place<Values> values;
   uint32 store_weights, load_weights, key_scales, value_scales;
+  uint32 fragments,
+      parts;     // of two warps that share a tile: their part's queries, its scores' place
+  uint32 grows;  // where exponents are not held
+  uint32 store_floats, load_floats, value_biases;
   int dim_warp;
   __device__ __forceinline__ void start(uint32 shared) {
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, matrix = lane >> 3, row = lane & 7;
+    const int own_tile = tile_of_warp();
     dim_warp = warp % DIM_WARPS;
     // Two halves of the product's rows, of a unit and the next.
-    keys.start(warp * OWN_BYTES, row, (matrix & 1) * Keys::UNITS + (matrix >> 1));
+    int first_unit = (matrix & 1) * Keys::UNITS + (matrix >> 1);
+    if constexpr (WARP_PARTS > 1) first_unit += lane_part() * NEXT_PART * GROUP_UNITS;
+    keys.start(own_tile * OWN_BYTES, row, first_unit);
     const int first_half = warp / DIM_WARPS * VALUE_HALVES;
     const int tile = matrix / 2 / HALVES;  // the second half may be the next warp's
     values.start((first_half / HALVES + tile) * OWN_BYTES + VALUES_AT, row,
                  (matrix - tile * 2) * Values::UNITS + dim_warp * WARP_PIECES);
     const uint32 weights = shared + WEIGHTS_AT + row % USED * WEIGHT_ROW_BYTES;
     // A row of 8 tokens each: a lane's token i comes from all 8 rows of lanes.
-    store_weights = weights + (warp * TILE + (row / USED * KEPT + matrix) * 8) * 2;
+    if constexpr (WARP_PARTS > 1) {  // all tiles of columns at once
+      const int index = lane_part() * KEPT + matrix % KEPT;
+      store_weights = weights + matrix / KEPT % N_TILES * 8 * WEIGHT_ROW_BYTES +
+                      (own_tile * TILE + index * 8) * 2;
+    } else {
+      store_weights = weights + (warp * TILE + (row / USED * KEPT + matrix) * 8) * 2;
+    }
     load_weights = weights + (first_half * 16 + matrix * 8) * 2 +
                    (ONE_GROUP ? group_of_piece(dim_warp, 0) * WEIGHT_GROUP_BYTES : 0);
-    key_scales = warp * OWN_BYTES + key_scale_offset();
-    value_scales = warp * OWN_VALUE_SCALE_BYTES + value_scale_offset();
-    if constexpr (N_TILES == 1 && SUMS <= 16) {  // registers are left
+    key_scales = own_tile * OWN_BYTES + key_scale_offset();
+    value_scales = own_tile * OWN_VALUE_SCALE_BYTES + value_scale_offset();
+    if constexpr (WARP_PARTS > 1) {
+      fragments = shared + QUERIES_AT + lane_part() * NEXT_PART * GROUP_STEPS / 2 * N_TILES * 512;
+      parts = shared + PARTS_AT + threadIdx.x * N_TILES * 8;
+      grows = shared + GROWS_AT + warp * round_up(VALUE_GROUPS * 4, 16);
+      const int lane_row = lane >> 2;
+      load_floats =
+          shared + FLOAT_WEIGHTS_AT + lane_row * FLOAT_ROW_BYTES + (lane & 3) * N_TILES * 8;
+      store_floats = load_floats + (own_tile * LANE_TOKENS + lane_part()) * 8 * FLOAT_ROW_BYTES;
+      value_biases = VALUE_SCALE_BYTES +
+                     (lane_row * LANE_TOKENS * VALUE_GROUPS + group_of_piece(dim_warp, 0)) *
+                         bytes_of(VALUE_SCALE_TYPE);
+    }
+    if constexpr (WARP_PARTS > 1 && BIAS_GROUPS == 1 && !ROUND_SCORES) {  // registers are left
+      hold(store_weights);
+      hold(load_weights);
+      hold(key_scales);
+      hold(value_scales);
+    }
+    if constexpr (WARP_PARTS == 1 && N_TILES == 1 && SUMS <= 16) {
       hold(keys.base);
       hold(values.base);
       hold(store_weights);
@@ -1329,14 +1435,33 @@ constexpr int VALUE_HEADROOM = 1;
 constexpr int NO_VALUES = -120;          // below every exponent
 constexpr float SEEN = 1.17549435e-38f;  // 2^-126: lost in every sum that has a weight of note
 struct Leaf {
-  float out[SUMS][N_TILES][4];                  // times 2^(value_exponent + 10 - position)
-  float bias[VALUE_GROUPS][SETS][2 * N_TILES];  // this lane's part of the sum of weight * bias
-  float maximum[2 * N_TILES];                   // the block's
-  float sum[SETS][2 * N_TILES];                 // this lane's part
-  int value_exponent[VALUE_GROUPS];  // of the largest scale of V so far, with room above; the
-                                     // block's
+  float out[SUMS][N_TILES][4];                 // times 2^(value_exponent + 10 - position)
+  float bias[BIAS_GROUPS][SETS][2 * N_TILES];  // this lane's part of the sum of weight * bias
+  float maximum[2 * N_TILES];                  // the block's
+  float sum[SETS][2 * N_TILES];                // this lane's part
+  // Of the largest scale of V so far, with room above; the block's. Where registers are few, in
+  // shared memory, at `grows` of the warp: the bits of 2^(14 - exponent), which weigh() multiplies
+  // scales with.
+  int value_exponent[HOLD_EXPONENTS ? VALUE_GROUPS : 1];
 
-  __device__ __forceinline__ void clear() {
+  static __device__ __forceinline__ uint32 grow_bits(int exponent) {
+    return static_cast<uint32>(14 + 127 - exponent) << 23;
+  }
+  __device__ __forceinline__ int exponent(int group, const Addresses &where) const {
+    if constexpr (HOLD_EXPONENTS) return value_exponent[group];
+    return 14 + 127 - static_cast<int>(load_word(where.grows + group * 4) >> 23);
+  }
+  __device__ __forceinline__ void set_exponent(int group, int exponent, const Addresses &where) {
+    if constexpr (HOLD_EXPONENTS) {
+      value_exponent[group] = exponent;
+    } else if ((threadIdx.x & 31) == 0) {
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(where.grows + group * 4),
+                   "r"(grow_bits(exponent))
+                   : "memory");
+    }
+  }
+
+  __device__ __forceinline__ void clear(const Addresses &where) {
 #pragma unroll
     for (int i = 0; i < SUMS; i++) {
 #pragma unroll
@@ -1352,11 +1477,12 @@ struct Leaf {
       for (int set = 0; set < SETS; set++) {
         sum[set][j] = 0;
 #pragma unroll
-        for (int g = 0; g < VALUE_GROUPS; g++) bias[g][set][j] = 0;
+        for (int g = 0; g < BIAS_GROUPS; g++) bias[g][set][j] = 0;
       }
     }
+    if constexpr (!HOLD_EXPONENTS) __syncwarp();
 #pragma unroll
-    for (int g = 0; g < VALUE_GROUPS; g++) value_exponent[g] = NO_VALUES;
+    for (int g = 0; g < VALUE_GROUPS; g++) set_exponent(g, NO_VALUES, where);
   }
 
   // scores[i][n]: of the lane's token i, columns 2 * (lane % 4) and the next: its part of head_dim.
@@ -1364,7 +1490,6 @@ struct Leaf {
                                         const KeyScales &scales, const KeyScales &biases,
                                         uint32 stage, uint32 queries,
                                         const Addresses &where) const {
-    constexpr int GROUP_STEPS = KEY_STEPS / PARTS / PART_GROUPS;
 #pragma unroll
     for (int own = 0; own < LANE_PARTS; own++) {  // parts that the lane sums one after the other
       float part_scores[LANE_TOKENS][N_TILES][2];
@@ -1399,6 +1524,7 @@ struct Leaf {
                                           ? biases.at(token, group) * query_sums[j % 2]
                                           : fmaf(biases.at(token, group), query_sums[j % 2], score);
               score = fmaf(scales.at(token, group), products[h][n][j], bias_part);
+              if (NEXT_PART < PART_GROUPS && g == 0 && lane_part() != 0) score = 0.0f;
             }
           }
         }
@@ -1427,7 +1553,8 @@ struct Leaf {
       if (step % 2 == 0 || step == first) {
 #pragma unroll
         for (int n = 0; n < N_TILES; n++)
-          load_words<16>(fragment[n], Queries::fragment_address(queries, step, n));
+          load_words<16>(fragment[n], Queries::fragment_address(
+                                          WARP_PARTS > 1 ? where.fragments : queries, step, n));
       }
 #pragma unroll
       for (int h = 0; h < HALVES; h++) {
@@ -1437,7 +1564,7 @@ struct Leaf {
           const int unit = step / STEPS, within = step % STEPS;
           if ((within == 0 && unit % 2 == 0) || step == first) {
             const uint32 address = stage + where.keys.at(h * 2 * Keys::UNITS + unit / 2 * 2);
-            if (unit / 2 * 2 + 1 < Keys::UNITS) {
+            if (unit / 2 * 2 + 1 < WARP_UNITS) {
               load_matrices_4(words[h], address);
             } else {
               load_matrices_2(words[h], address);
@@ -1455,7 +1582,8 @@ struct Leaf {
           uint32 run[2][RUN_WORDS];
           const int within = step % STEPS;
           const int bit = step * 16 / KEY_GROUP * KEY_GROUP * KEY_BITS + c * RUN_BITS;
-          const uint32 own = stage + (threadIdx.x >> 5) * OWN_BYTES;
+          uint32 own = stage + tile_of_warp() * OWN_BYTES;
+          if constexpr (WARP_PARTS > 1) own += lane_part() * NEXT_PART * KEY_GROUP * KEY_BITS / 8;
 #pragma unroll
           for (int i = 0; i < 2; i++) {
             load_run<RUN_BITS, RUN_BITS % 32 == 0>(run[i],
@@ -1476,7 +1604,7 @@ struct Leaf {
   // The sums over all parts of head_dim, of the tokens that the lane keeps.
   static __device__ __forceinline__ void add_parts(float (*kept)[N_TILES][2],
                                                    const float (*scores)[N_TILES][2]) {
-    if constexpr (SPLIT == 1) {
+    if constexpr (SHARES == 1) {
 #pragma unroll
       for (int i = 0; i < KEPT; i++) {
 #pragma unroll
@@ -1503,13 +1631,15 @@ struct Leaf {
   // The highest of the lane's scores, for each column, in log2 units.
   static __device__ __forceinline__ void highest_of(float *highest,
                                                     const float (*scores)[N_TILES][2],
-                                                    const Queries &q) {
+                                                    const Queries &q, uint32 shared) {
+    float unit[2 * N_TILES];
+    q.load_units(unit, shared);
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       highest[j] = scores[0][j / 2][j % 2];
 #pragma unroll
       for (int i = 1; i < KEPT; i++) highest[j] = fmaxf(highest[j], scores[i][j / 2][j % 2]);
-      if constexpr (!ROUND_SCORES) highest[j] *= q.unit[j];
+      if constexpr (!ROUND_SCORES) highest[j] *= unit[j];
     }
   }
   static __device__ __forceinline__ void largest_scales(float *largest, const ValueScales &scales) {
@@ -1521,50 +1651,109 @@ struct Leaf {
     }
   }
   __device__ __forceinline__ bool is_higher(const float (*scores)[N_TILES][2], const Queries &q,
-                                            const ValueScales &scales) const {
+                                            const ValueScales &scales, uint32 shared) const {
     float highest[2 * N_TILES], largest[VALUE_GROUPS];
-    highest_of(highest, scores, q);
-    largest_scales(largest, scales);
+    highest_of(highest, scores, q, shared);
     bool higher = false;
+    if constexpr (HOLD_EXPONENTS) {
+      largest_scales(largest, scales);
 #pragma unroll
-    for (int g = 0; g < VALUE_GROUPS; g++)
-      higher = higher || largest[g] >= power_of_two(value_exponent[g] + 1);
+      for (int g = 0; g < VALUE_GROUPS; g++)
+        higher = higher || largest[g] >= power_of_two(value_exponent[g] + 1);
+    }
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) higher = higher || highest[j] > maximum[j];
     return higher;
   }
 
-  // Moves maxima (whole log2 units) and the exponents of V's scales up to this step's. A barrier.
-  __device__ __forceinline__ void raise(const float (*scores)[N_TILES][2], const Queries &q,
-                                        uint32 scales_at, uint32 shared, const Addresses &where) {
-    ValueScales scales;
-    scales.load(scales_at + where.value_scales);
-    float highest[2 * N_TILES], largest_scale[VALUE_GROUPS];
-    highest_of(highest, scores, q);
-    largest_scales(largest_scale, scales);
-    const int lane = threadIdx.x & 31, c = lane & 3, warp = threadIdx.x >> 5;
-    const uint32 raised = shared + RAISED_AT;
+  // Floats as integers in the same order; 0 is below all.
+  static __device__ __forceinline__ uint32 to_ordered(float value) {
+    const int bits = __float_as_int(value);
+    return static_cast<uint32>(bits < 0 ? ~bits : bits | static_cast<int>(0x80000000));
+  }
+  static __device__ __forceinline__ float from_ordered(uint32 word) {
+    const int bits = static_cast<int>(word);
+    return __int_as_float(bits < 0 ? bits & 0x7fffffff : ~bits);
+  }
+  static __device__ __forceinline__ void raise_word(uint32 address, uint32 word) {
+    asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(address), "r"(word) : "memory");
+  }
+  static __device__ __forceinline__ void clear_raised(uint32 shared, int buffer) {
+    if (threadIdx.x < RAISED_WORDS) {
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(shared + RAISED_AT + buffer * RAISED_BYTES +
+                                                   threadIdx.x * 4),
+                   "r"(0)
+                   : "memory");
+    }
+  }
+  // The block's maxima, for two warps that share a tile: of columns, and of V's finite scales.
+  static __device__ __forceinline__ void tell_highest(const float *highest,
+                                                      const float *largest_scale, uint32 raised) {
+    const int lane = threadIdx.x & 31, c = lane & 3;
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       float top = highest[j];
 #pragma unroll
       for (int distance = NEXT_ROW; distance < 32; distance *= 2)
         top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
-      if (lane < NEXT_ROW) {
-        store_float_shared(raised + (warp * RAISED_WORDS + j / 2 * 8 + 2 * c + j % 2) * 4, top);
-      }
+      if (lane < NEXT_ROW) raise_word(raised + (j / 2 * 8 + 2 * c + j % 2) * 4, to_ordered(top));
     }
+    uint32 own = 0;
 #pragma unroll
     for (int g = 0; g < VALUE_GROUPS; g++) {
-      float largest = largest_scale[g] == infinity() ? largest_finite(scales, g) : largest_scale[g];
+      const float finite = largest_scale[g] == infinity() ? 0.0f : largest_scale[g];
+      const uint32 largest = __reduce_max_sync(~0u, to_ordered(finite));
+      own = lane == g ? largest : own;
+    }
+    if (lane < VALUE_GROUPS) raise_word(raised + (COLUMNS + lane) * 4, own);
+  }
+
+  // Moves maxima (whole log2 units) and the exponents of V's scales up to this step's. A barrier.
+  // raised_buffer: RAISED_BUFFERS' turn.
+  __device__ __forceinline__ void raise(const float (*scores)[N_TILES][2], const Queries &q,
+                                        uint32 scales_at, uint32 shared, const Addresses &where,
+                                        int &raised_buffer) {
+    ValueScales scales;
+    scales.load(scales_at + where.value_scales);
+    float highest[2 * N_TILES], largest_scale[VALUE_GROUPS];
+    highest_of(highest, scores, q, shared);
+    largest_scales(largest_scale, scales);
+    const uint32 thread = thread_here();
+    const int lane = thread & 31, c = lane & 3, warp = thread >> 5;
+    const uint32 raised =
+        shared + RAISED_AT + (RAISED_BUFFERS > 1 ? raised_buffer * RAISED_BYTES : 0);
+    if constexpr (RAISED_BUFFERS > 1) {
+      tell_highest(highest, largest_scale, raised);
+    } else {
 #pragma unroll
-      for (int distance = NEXT_ROW; distance < 32; distance *= 2)
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
-      if (lane == 0) store_float_shared(raised + (warp * RAISED_WORDS + COLUMNS + g) * 4, largest);
+      for (int j = 0; j < 2 * N_TILES; j++) {
+        float top = highest[j];
+#pragma unroll
+        for (int distance = NEXT_ROW; distance < 32; distance *= 2)
+          top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
+        if (lane < NEXT_ROW) {
+          store_float_shared(raised + (warp * RAISED_WORDS + j / 2 * 8 + 2 * c + j % 2) * 4, top);
+        }
+      }
+#pragma unroll
+      for (int g = 0; g < VALUE_GROUPS; g++) {
+        float largest =
+            largest_scale[g] == infinity() ? largest_finite(scales, g) : largest_scale[g];
+#pragma unroll
+        for (int distance = NEXT_ROW; distance < 32; distance *= 2)
+          largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+        if (lane == 0)
+          store_float_shared(raised + (warp * RAISED_WORDS + COLUMNS + g) * 4, largest);
+      }
     }
     synchronize_warps();
-    const bool first = value_exponent[0] == NO_VALUES;  // nothing to rescale
+    const bool first = exponent(0, where) == NO_VALUES;  // nothing to rescale
+    if constexpr (RAISED_BUFFERS > 1) {                  // the other was read before the barrier
+      raised_buffer ^= 1;
+      clear_raised(shared, raised_buffer);
+    }
     const auto largest_of_block = [&](int word) {
+      if constexpr (RAISED_BUFFERS > 1) return from_ordered(load_word(raised + word * 4));
       float largest = load_float_shared(raised + word * 4);
 #pragma unroll
       for (int w = 1; w < WARPS; w++)
@@ -1574,11 +1763,14 @@ struct Leaf {
     float value_factor[VALUE_GROUPS];
 #pragma unroll
     for (int g = 0; g < VALUE_GROUPS; g++) {
-      const int exponent = max(exponent_of(largest_of_block(COLUMNS + g)), -100);
-      const int before = value_exponent[g];
-      if (exponent > before) value_exponent[g] = min(exponent + VALUE_HEADROOM, 127);
-      value_factor[g] = rescale_factor(static_cast<float>(before - value_exponent[g]));
+      const int highest = max(exponent_of(largest_of_block(COLUMNS + g)), -100);
+      const int before = exponent(g, where);
+      const int after = highest > before ? min(highest + VALUE_HEADROOM, 127) : before;
+      if constexpr (!HOLD_EXPONENTS) __syncwarp();
+      set_exponent(g, after, where);
+      value_factor[g] = rescale_factor(static_cast<float>(before - after));
     }
+    if constexpr (!HOLD_EXPONENTS) __syncwarp();
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       float top = largest_of_block(j / 2 * 8 + 2 * c % USED + j % 2);
@@ -1590,7 +1782,7 @@ struct Leaf {
       for (int set = 0; set < SETS; set++) {
         sum[set][j] *= factor;
 #pragma unroll
-        for (int g = 0; g < VALUE_GROUPS; g++) bias[g][set][j] *= factor;
+        for (int g = 0; g < BIAS_GROUPS; g++) bias[g][set][j] *= factor;
       }
 #pragma unroll
       for (int piece = 0; piece < WARP_PIECES; piece++) {
@@ -1635,12 +1827,15 @@ struct Leaf {
     }
   }
   // The weights of the lane's tokens; those times V's scales go to the block. first: the first
-  // token.
+  // token. Whether a scale was too large (only where exponents are not held: is_higher looks
+  // otherwise).
   template <bool MASKED>
-  __device__ __forceinline__ void weigh(float (*weights)[N_TILES][2],
+  __device__ __forceinline__ bool weigh(float (*weights)[N_TILES][2],
                                         const float (*scores)[N_TILES][2], const Queries &q,
                                         uint32 scales_at, uint32 shared, uint32 weights_at,
                                         int first, Hidden hidden, const Addresses &where) const {
+    float unit[2 * N_TILES];
+    if constexpr (!ROUND_SCORES) q.load_units(unit, shared);
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       const float base = maximum[j] == -infinity() ? 0.0f : maximum[j];
@@ -1648,17 +1843,27 @@ struct Leaf {
       for (int i = 0; i < KEPT; i++) {
         const float score = scores[i][j / 2][j % 2];
         weights[i][j / 2][j % 2] =
-            exp2_fast(ROUND_SCORES ? score - base : fmaf(score, q.unit[j], -base));
+            exp2_fast(ROUND_SCORES ? score - base : fmaf(score, unit[j], -base));
       }
     }
+    if constexpr (WARP_PARTS > 1)
+      store_words<N_TILES * 2>(where.store_floats + weights_at, weights[0][0]);
     int visible[2 * N_TILES];
     if constexpr (MASKED && !FEATURED) Queries::load_visible(visible, shared);
     ValueScales scales;
     scales.load(scales_at + where.value_scales);
+    uint32 grows[VALUE_GROUPS];
+    if constexpr (!HOLD_EXPONENTS) load_words<VALUE_GROUPS * 4>(grows, where.grows);
+    float largest = 0;
 #pragma unroll
     for (int g = 0; g < VALUE_GROUPS; g++) {
-      const float grow = power_of_two(14 - value_exponent[g]);
+      const float grow =
+          HOLD_EXPONENTS ? power_of_two(14 - value_exponent[g]) : __uint_as_float(grows[g]);
       uint32 words[N_TILES][KEPT];
+      if constexpr (!HOLD_EXPONENTS) {
+#pragma unroll
+        for (int i = 0; i < KEPT; i++) largest = fmaxf(largest, fabsf(scales.at(i, g) * grow));
+      }
       if constexpr (!MASKED) {
         scale_weights(words, weights, scales, g, grow, SeenWhole());
       } else if constexpr (!FEATURED) {
@@ -1668,13 +1873,16 @@ struct Leaf {
       } else {
         scale_weights(words, weights, scales, g, grow, SeenBut(hidden));
       }
+      const uint32 to = where.store_weights + weights_at + g * WEIGHT_GROUP_BYTES;
+      if constexpr (WARP_PARTS > 1) {
+        store_transposed<N_TILES * KEPT>(to, words[0]);
+      } else {
 #pragma unroll
-      for (int n = 0; n < N_TILES; n++) {
-        const uint32 to =
-            where.store_weights + weights_at + g * WEIGHT_GROUP_BYTES + n * 8 * WEIGHT_ROW_BYTES;
-        store_transposed<KEPT>(to, words[n]);
+        for (int n = 0; n < N_TILES; n++)
+          store_transposed<KEPT>(to + n * 8 * WEIGHT_ROW_BYTES, words[n]);
       }
     }
+    return largest >= power_of_two(15);
   }
 
   // Adds the lane's weights, and their products with V's biases.
@@ -1713,6 +1921,34 @@ struct Leaf {
           float &column_bias = bias[g][i / SET_TOKENS][j];
           column_bias = seen ? fmaf(weight, biases.at(i, g), column_bias) : column_bias;
         }
+      }
+    }
+  }
+
+  // The same of all the step's tokens, from `first` on: the weights, and their products with the
+  // biases of the warp's groups.
+  template <bool MASKED>
+  __device__ __forceinline__ void add_float_weights(uint32 scales_at, uint32 weights_at,
+                                                    uint32 shared, int first,
+                                                    const Addresses &where) {
+    int visible[2 * N_TILES];
+    if constexpr (MASKED) Queries::load_visible(visible, shared);
+#pragma unroll
+    for (int i = 0; i < STEP / 8; i++) {  // a token of each row of lanes
+      uint32 words[2 * N_TILES];
+      load_words<N_TILES * 8>(words, where.load_floats + weights_at + i * 8 * FLOAT_ROW_BYTES);
+      PerGroup<VALUE_SCALE_TYPE, 1, BIAS_GROUPS, VALUE_GROUPS> biases;
+      biases.load(scales_at + where.value_biases + i / LANE_TOKENS * OWN_VALUE_SCALE_BYTES +
+                  i % LANE_TOKENS * VALUE_GROUPS * bytes_of(VALUE_SCALE_TYPE));
+      const int token = first + i / LANE_TOKENS * TILE + lane_row_token() + i % LANE_TOKENS;
+#pragma unroll
+      for (int j = 0; j < 2 * N_TILES; j++) {
+        const float weight = __uint_as_float(words[j]);
+        sum[0][j] += weight;
+        const bool seen = !MASKED || token < visible[j];
+#pragma unroll
+        for (int g = 0; g < BIAS_GROUPS; g++)
+          bias[g][0][j] = seen ? fmaf(weight, biases.at(0, g), bias[g][0][j]) : bias[g][0][j];
       }
     }
   }
@@ -1920,34 +2156,32 @@ struct Leaf {
     return hidden;
   }
 
-  // The scores of the tokens that the lane keeps.
+  // A part of the scores of the lane's tokens.
   template <bool MASKED>
-  __device__ __forceinline__ void score_tile(float (*scores)[N_TILES][2], Hidden &hidden,
-                                             const Queries &q, uint32 stage, uint32 shared,
-                                             int first, bool masked, const Addresses &where) const {
-    uint8 shown[KEPT][2 * N_TILES];
-    if constexpr (FEATURED) load_mask(shown, q, shared, first, masked);
-    float parts[LANE_TOKENS][N_TILES][2];
+  __device__ __forceinline__ void score_parts(float (*parts)[N_TILES][2], const Queries &q,
+                                              uint32 stage, uint32 shared, bool masked,
+                                              const Addresses &where) const {
     KeyScales scales, biases;
     scales.load(stage + where.key_scales + KEY_SCALES_AT);
     biases.load(stage + where.key_scales + KEY_BIASES_AT);
     score(parts, q, scales, biases, stage, shared + QUERIES_AT, where);
     if ((FEATURED ? masked : MASKED) || may_be_minus_infinity(parts)) poison(parts, scales, biases);
-    add_parts(scores, parts);
-    if constexpr (FEATURED) {
-      change_scores(scores, q, shared, first);
-      hidden = masked ? hide(scores, shown, shared, first) : 0;
-      return;
-    }
+  }
+  // The scores of the tokens that the lane keeps, from the sums of their parts.
+  template <bool MASKED>
+  static __device__ __forceinline__ void finish_scores(float (*scores)[N_TILES][2],
+                                                       const Queries &q, uint32 shared, int first) {
     int visible[2 * N_TILES];
     if constexpr (MASKED) Queries::load_visible(visible, shared);
+    float unit[2 * N_TILES];
+    if constexpr (ROUND_SCORES) q.load_units(unit, shared);
 #pragma unroll
     for (int i = 0; i < KEPT; i++) {
 #pragma unroll
       for (int j = 0; j < 2 * N_TILES; j++) {
         float &score = scores[i][j / 2][j % 2];
         if constexpr (ROUND_SCORES) {
-          score = __fmul_rn(round_to<QUERY_TYPE>(score * q.unit[j]), 1.44269504088896341f);
+          score = __fmul_rn(round_to<QUERY_TYPE>(score * unit[j]), 1.44269504088896341f);
         }
         if constexpr (MASKED) {
           if (first + i >= visible[j]) score = -infinity();
@@ -1955,37 +2189,107 @@ struct Leaf {
       }
     }
   }
+  template <bool MASKED>
+  __device__ __forceinline__ void score_tile(float (*scores)[N_TILES][2], Hidden &hidden,
+                                             const Queries &q, uint32 stage, uint32 shared,
+                                             int first, bool masked, const Addresses &where) const {
+    uint8 shown[KEPT][2 * N_TILES];
+    if constexpr (FEATURED) load_mask(shown, q, shared, first, masked);
+    float parts[LANE_TOKENS][N_TILES][2];
+    score_parts<MASKED>(parts, q, stage, shared, masked, where);
+    add_parts(scores, parts);
+    if constexpr (FEATURED) {
+      change_scores(scores, q, shared, first);
+      hidden = masked ? hide(scores, shown, shared, first) : 0;
+      return;
+    }
+    finish_scores<MASKED>(scores, q, shared, first);
+  }
+  // Two warps that share a tile: the token that the other keeps goes to it, that of the lane stays.
+  template <bool MASKED>
+  __device__ __forceinline__ void score_part(float (*scores)[N_TILES][2], const Queries &q,
+                                             uint32 stage, uint32 shared,
+                                             const Addresses &where) const {
+    static_assert(WARP_PARTS == 1 || (LANE_TOKENS == 2 && KEPT == 1));
+    float parts[LANE_TOKENS][N_TILES][2];
+    score_parts<MASKED>(parts, q, stage, shared, MASKED, where);
+    const bool second = lane_part() != 0;
+    float others[N_TILES][2];
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        scores[0][n][j] = second ? parts[1][n][j] : parts[0][n][j];
+        others[n][j] = second ? parts[0][n][j] : parts[1][n][j];
+      }
+    }
+    store_words<N_TILES * 2>(where.parts, others[0]);
+  }
+  template <bool MASKED>
+  static __device__ __forceinline__ void add_other_part(float (*scores)[N_TILES][2],
+                                                        const Queries &q, uint32 shared, int first,
+                                                        const Addresses &where) {
+    asm volatile("bar.sync %0, 64;" ::"r"(3 + tile_of_warp()) : "memory");
+    constexpr int BYTES = TILES * 32 * N_TILES * 8;
+    uint32 words[N_TILES * 2];
+    load_words<N_TILES * 8>(words, lane_part() != 0 ? where.parts - BYTES : where.parts + BYTES);
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+#pragma unroll
+      for (int j = 0; j < 2; j++) scores[0][n][j] += __uint_as_float(words[n * 2 + j]);
+    }
+    finish_scores<MASKED>(scores, q, shared, first);
+  }
 };
 
 // A step of tokens, between its scores and its values.
 struct Step {
   uint32 stage, scales_at;  // where its copies are
   uint32 weights_at;        // 0 or WEIGHT_STEP_BYTES
-  int first;                // the lane's first token
+  int first;                // the lane's first token; the step's where two warps share a tile
   bool masked;              // FEATURED: some row may not see all of it
   Hidden hidden;            // by what
   float scores[KEPT][N_TILES][2], weights[KEPT][N_TILES][2];  // of the tokens that the lane keeps
 
+  __device__ __forceinline__ int first_of_lane() const {
+    return WARP_PARTS == 1 ? first : first + tile_of_warp() * TILE + lane_token();
+  }
   template <bool MASKED>
   __device__ __forceinline__ void score(const Leaf &leaf, const Queries &q, uint32 shared,
                                         const Addresses &where) {
-    leaf.score_tile<MASKED>(scores, hidden, q, stage, shared, first, masked, where);
+    leaf.score_tile<MASKED>(scores, hidden, q, stage, shared, first_of_lane(), masked, where);
+  }
+  // The same in two, of two warps that share a tile.
+  template <bool MASKED>
+  __device__ __forceinline__ void score_part(const Leaf &leaf, const Queries &q, uint32 shared,
+                                             const Addresses &where) {
+    leaf.score_part<MASKED>(scores, q, stage, shared, where);
   }
   template <bool MASKED>
-  __device__ __forceinline__ void weigh(const Leaf &leaf, const Queries &q, uint32 shared,
+  __device__ __forceinline__ void add_other_part(const Queries &q, uint32 shared,
+                                                 const Addresses &where) {
+    Leaf::add_other_part<MASKED>(scores, q, shared, first_of_lane(), where);
+  }
+  template <bool MASKED>
+  __device__ __forceinline__ bool weigh(const Leaf &leaf, const Queries &q, uint32 shared,
                                         const Addresses &where) {
-    leaf.weigh<MASKED>(weights, scores, q, scales_at, shared, weights_at, first, hidden, where);
+    return leaf.weigh<MASKED>(weights, scores, q, scales_at, shared, weights_at, first_of_lane(),
+                              hidden, where);
   }
   template <bool MASKED>
   __device__ __forceinline__ void add_to(Leaf &leaf, uint32 shared, const Addresses &where) const {
-    leaf.add_weights<MASKED>(weights, scales_at, shared, first, hidden, where);
+    if constexpr (WARP_PARTS > 1) {
+      leaf.add_float_weights<MASKED>(scales_at, weights_at, shared, first, where);
+    } else {
+      leaf.add_weights<MASKED>(weights, scales_at, shared, first, hidden, where);
+    }
     leaf.add_values(stage, weights_at, where);
   }
-  __device__ __forceinline__ bool raises(const Leaf &leaf, const Queries &q,
+  __device__ __forceinline__ bool raises(const Leaf &leaf, const Queries &q, uint32 shared,
                                          const Addresses &where) const {
     ValueScales scales;
-    scales.load(scales_at + where.value_scales);
-    return leaf.is_higher(scores, q, scales);
+    if constexpr (HOLD_EXPONENTS) scales.load(scales_at + where.value_scales);
+    return leaf.is_higher(scores, q, scales, shared);
   }
 };
 
@@ -2010,50 +2314,66 @@ struct Combiner {
   static constexpr int CHUNKS = SUMS * N_TILES + N_TILES;       // of 16 bytes, of a thread
   static constexpr int EXCHANGE_BYTES = (TOKEN_WARPS - 1) * DIM_WARPS * 32 * SUMS * N_TILES * 16;
   static constexpr int WAITING_AT = EXCHANGE_AT + EXCHANGE_BYTES;
-  static constexpr int SHARED_BYTES = WAITING_AT + LEVELS * KEEPERS * CHUNKS * 16;
+  static constexpr int SHARED_BYTES =
+      WAITING_AT + LEVELS * (WARP_PARTS > 1 ? WARPS * 4 * N_TILES : KEEPERS * CHUNKS) * 16;
 
   __device__ __forceinline__ static bool keeps() {
     return (threadIdx.x & 3) < COLUMN_LANES && (TOKEN_WARPS == 1 || threadIdx.x < DIM_WARPS * 32);
   }
 
   // The leaf as a subtree. A barrier.
-  __device__ __forceinline__ void take_leaf(Subtree &tree, const Leaf &leaf, int dim_warp) const {
-    const int lane = threadIdx.x & 31, c = lane & 3, warp = threadIdx.x >> 5;
+  __device__ __forceinline__ void take_leaf(Subtree &tree, const Leaf &leaf,
+                                            const Addresses &where) const {
+    const int dim_warp = where.dim_warp;
+    const uint32 thread = thread_here();
+    const int lane = thread & 31, c = lane & 3, warp = thread >> 5;
     const uint32 sums = shared + SUMS_AT;
+    // Over the rows of lanes: where two warps share a tile, a warp has all tokens of its groups.
+    const auto of_lanes = [&](const float *own, float *sum) {
 #pragma unroll
-    for (int g = 0; g <= VALUE_GROUPS; g++) {
+      for (int j = 0; j < 2 * N_TILES; j++) {
+        sum[j] = own[j];
 #pragma unroll
-      for (int n = 0; n < N_TILES; n++) {
-        float pair[2];
+        for (int distance = NEXT_ROW; distance < 32; distance *= 2)
+          sum[j] += __shfl_xor_sync(~0u, sum[j], distance);
+      }
+    };
+    if constexpr (WARP_PARTS == 1) {
 #pragma unroll
-        for (int j = 0; j < 2; j++) {
-          const auto of_set = [&](int set) {
-            return g < VALUE_GROUPS ? leaf.bias[g][set][2 * n + j] : leaf.sum[set][2 * n + j];
-          };
-          pair[j] = SETS == 1 ? of_set(0) : of_set(0) + of_set(SETS - 1);
+      for (int g = 0; g <= VALUE_GROUPS; g++) {
 #pragma unroll
-          for (int distance = NEXT_ROW; distance < 32; distance *= 2)
-            pair[j] += __shfl_xor_sync(~0u, pair[j], distance);
-        }
-        if (lane < NEXT_ROW) {
-          asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(
-                           sums + (warp * SUMS_WORDS + g * COLUMNS + n * 8 + 2 * c) * 4),
-                       "f"(pair[0]), "f"(pair[1])
-                       : "memory");
+        for (int n = 0; n < N_TILES; n++) {
+          float pair[2];
+#pragma unroll
+          for (int j = 0; j < 2; j++) {
+            const auto of_set = [&](int set) {
+              return g < VALUE_GROUPS ? leaf.bias[g][set][2 * n + j] : leaf.sum[set][2 * n + j];
+            };
+            pair[j] = SETS == 1 ? of_set(0) : of_set(0) + of_set(SETS - 1);
+#pragma unroll
+            for (int distance = NEXT_ROW; distance < 32; distance *= 2)
+              pair[j] += __shfl_xor_sync(~0u, pair[j], distance);
+          }
+          if (lane < NEXT_ROW) {
+            asm volatile("st.shared.v2.f32 [%0], {%1,%2};" ::"r"(
+                             sums + (warp * SUMS_WORDS + g * COLUMNS + n * 8 + 2 * c) * 4),
+                         "f"(pair[0]), "f"(pair[1])
+                         : "memory");
+          }
         }
       }
-    }
-    if constexpr (TOKEN_WARPS > 1) {
-      if (warp >= DIM_WARPS) {
+      if constexpr (TOKEN_WARPS > 1) {
+        if (warp >= DIM_WARPS) {
 #pragma unroll
-        for (int i = 0; i < SUMS * N_TILES; i++) {
-          store_floats_4(
-              shared + EXCHANGE_AT + ((warp - DIM_WARPS) * SUMS * N_TILES + i) * 512 + lane * 16,
-              leaf.out[i / N_TILES][i % N_TILES]);
+          for (int i = 0; i < SUMS * N_TILES; i++) {
+            store_floats_4(
+                shared + EXCHANGE_AT + ((warp - DIM_WARPS) * SUMS * N_TILES + i) * 512 + lane * 16,
+                leaf.out[i / N_TILES][i % N_TILES]);
+          }
         }
       }
+      synchronize_warps();
     }
-    synchronize_warps();
     const auto total = [&](float *pair, int row, int n) {
       float parts[WARPS][2];
 #pragma unroll
@@ -2066,8 +2386,12 @@ struct Combiner {
       for (int j = 0; j < 2; j++)
         pair[j] = (parts[0][j] + parts[1][j]) + (parts[2][j] + parts[3][j]);
     };
+    if constexpr (WARP_PARTS > 1) {
+      of_lanes(leaf.sum[0], tree.sum);
+    } else {
 #pragma unroll
-    for (int n = 0; n < N_TILES; n++) total(tree.sum + 2 * n, VALUE_GROUPS, n);
+      for (int n = 0; n < N_TILES; n++) total(tree.sum + 2 * n, VALUE_GROUPS, n);
+    }
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) tree.maximum[j] = leaf.maximum[j];
     float bias[2 * N_TILES], unit = 0;
@@ -2075,9 +2399,15 @@ struct Combiner {
     for (int piece = 0; piece < WARP_PIECES; piece++) {
       if (begins_group(piece)) {
         const int group = group_of_piece(dim_warp, piece);
-        unit = power_of_two(max(Leaf::of_group(leaf.value_exponent, group), -100));
+        const int exponent = HOLD_EXPONENTS ? Leaf::of_group(leaf.value_exponent, group)
+                                            : leaf.exponent(group, where);
+        unit = power_of_two(max(exponent, -100));
+        if constexpr (WARP_PARTS > 1) {
+          of_lanes(leaf.bias[ONE_GROUP ? 0 : piece / GROUP_PIECES][0], bias);
+        } else {
 #pragma unroll
-        for (int n = 0; n < N_TILES; n++) total(bias + 2 * n, group, n);
+          for (int n = 0; n < N_TILES; n++) total(bias + 2 * n, group, n);
+        }
       }
 #pragma unroll
       for (int i = 0; i < PIECE_SUMS; i++) {
@@ -2119,8 +2449,12 @@ struct Combiner {
     return shared + WAITING_AT + ((level * CHUNKS + chunk) * KEEPERS + keeper) * 16;
   }
   // A thread reads only what it wrote itself.
-  __device__ __forceinline__ void keep(const Subtree &tree, int level) {
+  __device__ __forceinline__ void keep(const Subtree &tree, int level, float *room) {
     valid |= 1u << level;
+    if constexpr (WARP_PARTS > 1) {
+      keep_in_workspace(tree, level, room);
+      return;
+    }
     if (!keeps()) return;
 #pragma unroll
     for (int i = 0; i < SUMS * N_TILES; i++)
@@ -2132,7 +2466,11 @@ struct Combiner {
       store_floats_4(waiting(level, SUMS * N_TILES + n), statistics);
     }
   }
-  __device__ __forceinline__ void take(Subtree &tree, int level) const {
+  __device__ __forceinline__ void take(Subtree &tree, int level, const float *room) const {
+    if constexpr (WARP_PARTS > 1) {
+      take_from_workspace(tree, level, room);
+      return;
+    }
     if (!keeps()) return;
 #pragma unroll
     for (int i = 0; i < SUMS * N_TILES; i++)
@@ -2146,6 +2484,61 @@ struct Combiner {
       tree.sum[2 * n] = statistics[2];
       tree.sum[2 * n + 1] = statistics[3];
     }
+  }
+
+  // Sums in the workspace, where the subtree's first leaf has its room; maxima and sums of weights,
+  // which all rows of a warp's lanes have, in shared memory. keep_in_workspace and
+  // take_from_workspace do not order the block's threads: write() follows behind a barrier.
+  __device__ __forceinline__ uint32 waiting_statistics(int level, int n) const {
+    const uint32 thread = thread_here();
+    return shared + WAITING_AT +
+           (((level * WARPS + (thread >> 5)) * N_TILES + n) * 4 + (thread & 3)) * 16;
+  }
+  __device__ __forceinline__ void keep_in_workspace(const Subtree &tree, int level,
+                                                    float *room) const {
+    const uint32 thread = thread_here();
+    float4 *to = reinterpret_cast<float4 *>(room) + thread;
+#pragma unroll
+    for (int i = 0; i < SUMS * N_TILES; i++) {
+      const float *sums = tree.out[i / N_TILES][i % N_TILES];
+      to[i * WARPS * 32] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+    }
+    if ((thread & 31) < 4) {
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++) {
+        const float statistics[4] = {tree.maximum[2 * n], tree.maximum[2 * n + 1], tree.sum[2 * n],
+                                     tree.sum[2 * n + 1]};
+        store_floats_4(waiting_statistics(level, n), statistics);
+      }
+    }
+    __syncwarp();
+  }
+  __device__ __forceinline__ void take_from_workspace(Subtree &tree, int level,
+                                                      const float *room) const {
+    const float4 *from = reinterpret_cast<const float4 *>(room) + thread_here();
+#pragma unroll
+    for (int i = 0; i < SUMS * N_TILES; i++) {
+      const float4 sums = from[i * WARPS * 32];
+      float *to = tree.out[i / N_TILES][i % N_TILES];
+      to[0] = sums.x;
+      to[1] = sums.y;
+      to[2] = sums.z;
+      to[3] = sums.w;
+    }
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      float statistics[4];
+      load_floats_4(statistics, waiting_statistics(level, n));
+      tree.maximum[2 * n] = statistics[0];
+      tree.maximum[2 * n + 1] = statistics[1];
+      tree.sum[2 * n] = statistics[2];
+      tree.sum[2 * n + 1] = statistics[3];
+    }
+    __syncwarp();  // before the room is used again
+  }
+  static __device__ __forceinline__ float *room_of(const nyb_decode_arguments &a, int64 pair,
+                                                   int leaf) {
+    return a.partials + (pair * a.capacity_leaves + leaf) * COLUMNS * VALUE_DIM;
   }
   // right becomes left + right.
   __device__ __forceinline__ void join(const Subtree &left, Subtree &right) const {
@@ -2169,7 +2562,9 @@ struct Combiner {
   // To the workspace, as the subtree that begins with `leaf`.
   __device__ __forceinline__ void write(const Subtree &tree, const nyb_decode_arguments &a,
                                         int64 pair, int leaf) const {
-    const int lane = threadIdx.x & 31, c = lane & 3, r = lane >> 2, warp = threadIdx.x >> 5;
+    const uint32 thread = thread_here();
+    const int lane = thread & 31, c = lane & 3, r = lane >> 2;
+    const int warp = thread >> 5;
     const int64 slot = pair * a.capacity_leaves + leaf;
     float *partials = a.partials + slot * COLUMNS * VALUE_DIM;
     float *statistics = a.statistics + slot * NYB_DECODE_STATISTICS(COLUMNS);
@@ -2208,23 +2603,25 @@ struct Combiner {
     int level = 0;
     while (level < LEVELS && (leaf >> level & 1) != 0 && (valid >> level & 1) != 0) {
       Subtree left = tree;  // where nothing is kept
-      take(left, level);
+      take(left, level, room_of(a, pair, (leaf >> level << level) - (1 << level)));
       join(left, tree);
       valid &= ~(1u << level);
       level++;
     }
     const bool is_left = level < LEVELS && (leaf >> level & 1) == 0;
     if (is_left && !last) {
-      keep(tree, level);
+      keep(tree, level, room_of(a, pair, leaf >> level << level));
       return;
     }
+    if constexpr (WARP_PARTS > 1) synchronize_warps();  // what waited there has been taken
     write(tree, a, pair, leaf >> level << level);
     if (!last) return;
     while (valid != 0) {  // each begins right before what has been written
       const int left_level = __ffs(valid) - 1;
       leaf = (leaf >> level << level) - 1;
       level = left_level;
-      take(tree, level);
+      take(tree, level, room_of(a, pair, leaf >> level << level));
+      if constexpr (WARP_PARTS > 1) synchronize_warps();
       write(tree, a, pair, leaf >> level << level);
       valid &= valid - 1;
     }
@@ -2241,7 +2638,8 @@ template <bool MASKED>
 __device__ __forceinline__ void begin_leaf(Leaf &leaf, Step &step, const Queries &q, uint32 shared,
                                            const Addresses &where) {
   step.score<MASKED>(leaf, q, shared, where);
-  leaf.raise(step.scores, q, step.scales_at, shared, where);
+  int only_buffer = 0;
+  leaf.raise(step.scores, q, step.scales_at, shared, where, only_buffer);
   step.weigh<MASKED>(leaf, q, shared, where);
   weighed(false);
 }
@@ -2253,13 +2651,56 @@ __device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, cons
                                       uint32 shared, const Addresses &where, bool first = false) {
   if (!first) before.add_to<MASKED>(leaf, shared, where);
   step.score<MASKED>(leaf, q, shared, where);
-  const bool raises = first || step.raises(leaf, q, where);
+  const bool raises = first || step.raises(leaf, q, shared, where);
   if (!first) step.weigh<MASKED>(leaf, q, shared, where);
   if (weighed(raises)) {
-    leaf.raise(step.scores, q, step.scales_at, shared, where);
+    int only_buffer = 0;
+    leaf.raise(step.scores, q, step.scales_at, shared, where, only_buffer);
     step.weigh<MASKED>(leaf, q, shared, where);
     synchronize_warps();
   }
+}
+
+// The same where two warps share a tile, up to the barrier: neither waits for the other's scores
+// before it has summed the step before. Whether a maximum was too low; first: there is none yet.
+template <bool MASKED>
+__device__ __forceinline__ bool go_on_by_parts(Leaf &leaf, const Step &before, Step &step,
+                                               const Queries &q, uint32 shared,
+                                               const Addresses &where, bool first) {
+  step.score_part<MASKED>(leaf, q, shared, where);
+  if (!first) before.add_to<MASKED>(leaf, shared, where);
+  step.add_other_part<MASKED>(q, shared, where);
+  if (first) return true;
+  const bool raises = step.raises(leaf, q, shared, where);
+  return step.weigh<MASKED>(leaf, q, shared, where) || raises;
+}
+
+// What a warp does not look at between a leaf's first step and its last. Where registers are few,
+// it waits in shared memory.
+struct Parked {
+  Position at;
+  uint32 unit, end, valid;
+};
+static_assert(sizeof(Parked) <= NYB_DECODE_PARKED_WARP_BYTES);
+__device__ __forceinline__ uint32 parked_address(uint32 shared) {
+  return shared + PARKED_AT + (threadIdx.x >> 5) * NYB_DECODE_PARKED_WARP_BYTES;
+}
+__device__ __forceinline__ void park(const Parked &parked, uint32 shared) {
+  __syncwarp();
+  if ((threadIdx.x & 31) == 0) {
+    const uint32 *words = reinterpret_cast<const uint32 *>(&parked);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(Parked)) / 4; i++) {
+      asm volatile("st.shared.b32 [%0], %1;" ::"r"(parked_address(shared) + i * 4), "r"(words[i])
+                   : "memory");
+    }
+  }
+  __syncwarp();
+}
+__device__ __forceinline__ Parked unpark(uint32 shared) {
+  Parked parked;
+  load_words<sizeof(Parked)>(reinterpret_cast<uint32 *>(&parked), parked_address(shared));
+  return parked;
 }
 
 extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
@@ -2292,16 +2733,20 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
   Combiner combiner;
   combiner.shared = shared;
   combiner.valid = 0;
-  int stage = 0, scale_stage = 0, buffer = 0;
-  bool new_pair = true;
-  for (uint32 unit = begin; unit < end; unit++) {
-    if (new_pair) q.load(arguments, at, shared);
-    if (unit == begin) first_keys_arrived();
-    leaf.clear();
+  int stage = 0, scale_stage = 0, buffer = 0, raised_buffer = 0;
+  if constexpr (RAISED_BUFFERS > 1) Leaf::clear_raised(shared, raised_buffer);
+  enum { SAME_PAIR, NEW_PAIR, FIRST_PAIR };
+  int entry = FIRST_PAIR;
+  for (uint32 unit = begin, units_end = end; unit < units_end; unit++) {
+    if (entry != SAME_PAIR) q.load(arguments, at, shared);
+    if (entry == FIRST_PAIR) first_keys_arrived();
+    leaf.clear(where);
     const int first_step = first_step_of(at), steps = end_step_of(at);
+    const int leaf_token = at.leaf * LEAF;
+    if constexpr (WARP_PARTS > 1) park({at, unit, units_end, combiner.valid}, shared);
     Step step;
     const auto seen_whole = [&](int index) {
-      const int end = at.leaf * LEAF + (index + 1) * STEP;
+      const int end = leaf_token + (index + 1) * STEP;
       if constexpr (FEATURED) {
         if (q.call->mask_kind != 0 || (end - STEP < q.begin_of_all && end > q.keep_of_all))
           return false;
@@ -2312,14 +2757,32 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
       step.stage = shared + stage * STAGE_BYTES;
       step.scales_at = shared + VALUE_SCALES_AT + scale_stage * SCALE_STAGE_BYTES;
       step.weights_at = buffer * WEIGHT_STEP_BYTES;
-      step.first = at.leaf * LEAF + index * STEP + warp * TILE + lane_token();
+      step.first = leaf_token + index * STEP;
+      if constexpr (WARP_PARTS == 1) step.first += warp * TILE + lane_token();
       if constexpr (FEATURED) step.masked = !seen_whole(index);
       stage = next_of<STAGES>(stage);
       scale_stage = next_of<SCALE_STAGES>(scale_stage);
       buffer ^= 1;
     };
-    if constexpr (FEATURED) {  // one code for all steps: more would not stay in the instruction
-                               // caches
+    if constexpr (WARP_PARTS > 1) {  // one code for all steps: instruction caches are small
+      for (int index = 0; index < steps; index++) {
+        const Step before = step;
+        enter(index);
+        const bool whole = seen_whole(index), first = index == 0;
+        const bool raises = whole
+                                ? go_on_by_parts<false>(leaf, before, step, q, shared, where, first)
+                                : go_on_by_parts<true>(leaf, before, step, q, shared, where, first);
+        if (weighed(raises)) {
+          leaf.raise(step.scores, q, step.scales_at, shared, where, raised_buffer);
+          if (whole) {
+            step.weigh<false>(leaf, q, shared, where);
+          } else {
+            step.weigh<true>(leaf, q, shared, where);
+          }
+          synchronize_warps();
+        }
+      }
+    } else if constexpr (FEATURED) {  // one code for all steps, as above
       for (int index = first_step; index < steps; index++) {
         Step before = step;
         enter(index);
@@ -2343,14 +2806,23 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
       }
     }
     step.add_to<true>(leaf, shared, where);
+    if constexpr (WARP_PARTS > 1) {
+      const Parked parked = unpark(shared);
+      at = parked.at;
+      unit = parked.unit;
+      units_end = parked.end;
+      combiner.valid = parked.valid;
+    }
     combiner.rows = min(a.heads_per_kv * a.query_len - at.pair % a.row_tiles * COLUMNS, COLUMNS);
     Subtree tree;
-    combiner.take_leaf(tree, leaf, where.dim_warp);
+    combiner.take_leaf(tree, leaf, where);
     const Leaves leaves = at.leaves();
-    const bool last = unit + 1 == end || at.leaf + 1 == leaves.piece_end(at.leaf);
+    const bool last = unit + 1 == units_end || at.leaf + 1 == leaves.piece_end(at.leaf);
     combiner.add_leaf(tree, a, static_cast<int64>(at.batch) * problem.pairs() + at.pair, at.leaf,
                       last);
-    new_pair = FEATURED ? at.leaf + 1 == leaves.end || leaves.begin == leaves.end : last;
-    if (unit + 1 < end) problem.advance(at);
+    const bool leaves_pair =
+        FEATURED ? at.leaf + 1 == leaves.end || leaves.begin == leaves.end : last;
+    entry = leaves_pair ? NEW_PAIR : SAME_PAIR;
+    if (unit + 1 < units_end) problem.advance(at);
   }
 }

@@ -6,21 +6,28 @@
 
 #include "attention_arguments.h"
 
-/* A block of threads has so many warps, of 32 threads. */
-#define NYB_DECODE_WARPS 4
+/* A step of tokens has so many tiles. A warp scores a tile, or two warps a part of head_dim each
+ * where heads are so wide that few warps would fit a multiprocessor otherwise. */
+#define NYB_DECODE_TILES 4
+#define NYB_DECODE_WARP_PARTS(key_dim, value_dim, featured) \
+  ((key_dim) > 256 && (value_dim) == 512 && !(featured) ? 2 : 1)
+/* Warps of a block of threads that multiply; one more copies. */
+#define NYB_DECODE_WARPS(key_dim, value_dim, featured) \
+  (NYB_DECODE_TILES * NYB_DECODE_WARP_PARTS(key_dim, value_dim, featured))
 /* Tokens that are summed in order, before the tree: fewer of wide heads, which seldom come many at
  * once. */
 #define NYB_DECODE_LEAF_TOKENS(key_dim, value_dim) ((key_dim) + (value_dim) > 512 ? 256 : 512)
 /* Floats for each leaf: maxima (whole log2 units) and sums of all rows. */
 #define NYB_DECODE_STATISTICS(columns) (2 * (columns))
 /* Subtrees of up to 2^levels leaves are added before they go to the workspace: as many as shared
- * memory has room for. */
+ * memory has room for. Those of heads whose tiles two warps share wait in the workspace itself. */
 #define NYB_DECODE_USED_COLUMNS(rows) ((rows) <= 2 ? 2 : (rows) <= 4 ? 4 : (rows) <= 8 ? 8 : 16)
-#define NYB_DECODE_LEVELS(value_dim, rows)                   \
-  (NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 256    ? 3 \
-   : NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 2048 ? 2 \
-   : NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 4096 ? 1 \
-                                                         : 0)
+#define NYB_DECODE_LEVELS(key_dim, value_dim, rows, featured)  \
+  (NYB_DECODE_WARP_PARTS(key_dim, value_dim, featured) > 1 ? 4 \
+   : NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 256    ? 3 \
+   : NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 2048   ? 2 \
+   : NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 4096   ? 1 \
+                                                           : 0)
 
 /* How the output's elements are shared between warps: see attention_decode.cu. */
 #define NYB_DECODE_BY_UNITS(dim, bits, group)                                     \
@@ -29,10 +36,11 @@
 #define NYB_DECODE_PIECES(dim, bits, group)                     \
   (NYB_DECODE_BY_UNITS(dim, bits, group) ? (dim) * (bits) / 128 \
                                          : (dim) / (group) * ((group) / 16 % 4 == 0 ? 4 : 2))
-#define NYB_DECODE_DIM_WARPS(dim, bits, group)        \
-  (NYB_DECODE_PIECES(dim, bits, group) % 4 == 0   ? 4 \
-   : NYB_DECODE_PIECES(dim, bits, group) % 2 == 0 ? 2 \
-                                                  : 1)
+#define NYB_DECODE_DIM_WARPS(dim, bits, group, warps)               \
+  (NYB_DECODE_PIECES(dim, bits, group) % 8 == 0 && (warps) >= 8 ? 8 \
+   : NYB_DECODE_PIECES(dim, bits, group) % 4 == 0               ? 4 \
+   : NYB_DECODE_PIECES(dim, bits, group) % 2 == 0               ? 2 \
+                                                                : 1)
 
 /* Dynamic shared memory of the kernel, for tiles of `tile` tokens a warp in `stages` stages and
  * `rows` query rows at once (at most columns): copies, query rows, weights, what warps tell each
@@ -40,12 +48,12 @@
 #define NYB_DECODE_UP_16(bytes) (((bytes) + 15) / 16 * 16)
 #define NYB_DECODE_STAGE_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, \
                                key_scale_bytes, tile)                               \
-  (NYB_DECODE_WARPS *                                                               \
+  (NYB_DECODE_TILES *                                                               \
    (NYB_DECODE_UP_16((tile) * (key_dim) * (key_bits) / 8) +                         \
     NYB_DECODE_UP_16((tile) * (value_dim) * (value_bits) / 8) +                     \
     2 * NYB_DECODE_UP_16((tile) * ((key_dim) / (key_group)) * (key_scale_bytes))))
 #define NYB_DECODE_SCALE_STAGE_BYTES(value_dim, value_group, value_scale_bytes, tile) \
-  (NYB_DECODE_WARPS * 2 *                                                             \
+  (NYB_DECODE_TILES * 2 *                                                             \
    NYB_DECODE_UP_16((tile) * ((value_dim) / (value_group)) * (value_scale_bytes)))
 /* Query rows, brought to f16: two words a lane for each 16 elements and 8 rows. */
 #define NYB_DECODE_QUERY_BYTES(key_dim, columns) (((key_dim) / 16 + 1) / 2 * ((columns) / 8) * 512)
@@ -53,24 +61,45 @@
   (((key_dim) / (key_group) > 4 ? (key_dim) / (key_group) : 4) * (columns)*4)
 /* Of a row: how many tokens it sees; or where it stands and what becomes of its scores. */
 #define NYB_DECODE_SIGHT_WORDS(featured) ((featured) ? 8 : 1)
-/* Two steps' weights, and before them what is known of the query rows. */
-#define NYB_DECODE_SCRATCH_BYTES(key_dim, columns) \
-  ((2 * NYB_DECODE_WARPS + (key_dim) / 16) * (columns)*4)
-#define NYB_DECODE_WEIGHT_BYTES(key_dim, value_groups, tile, columns)        \
-  (2 * (value_groups) * (columns) * (NYB_DECODE_WARPS * (tile)*2 + 16) >     \
-           NYB_DECODE_SCRATCH_BYTES(key_dim, columns)                        \
-       ? 2 * (value_groups) * (columns) * (NYB_DECODE_WARPS * (tile)*2 + 16) \
-       : NYB_DECODE_SCRATCH_BYTES(key_dim, columns))
-#define NYB_DECODE_TOLD_BYTES(value_groups, columns)                       \
-  (NYB_DECODE_UP_16(NYB_DECODE_WARPS * ((columns) + (value_groups)) * 4) + \
-   NYB_DECODE_WARPS * ((value_groups) + 1) * (columns)*4)
-#define NYB_DECODE_TREE_BYTES(value_dim, columns, rows, dim_warps) \
-  ((4 / (dim_warps)-1) * (value_dim) * (columns)*4 +               \
-   NYB_DECODE_LEVELS(value_dim, rows) * (dim_warps)*8 *            \
-       ((rows) <= 2   ? 1                                          \
-        : (rows) <= 4 ? 2                                          \
-                      : 4) *                                       \
-       ((value_dim) / (dim_warps) / 16 + 1) * ((columns) / 8) * 16)
+/* Two steps' weights, and before them what is known of the query rows. Where two warps share a
+ * tile, weights in f32 too. */
+#define NYB_DECODE_SCRATCH_BYTES(key_dim, columns, warps) \
+  ((2 * (warps) + (key_dim) / 16) * (columns)*4)
+#define NYB_DECODE_FLOAT_WEIGHT_BYTES(tile, columns, warps) \
+  ((warps) > NYB_DECODE_TILES ? NYB_DECODE_TILES * (tile) * (columns)*4 : 0)
+#define NYB_DECODE_STEP_WEIGHT_BYTES(value_groups, tile, columns, warps) \
+  ((value_groups) * (columns) * (NYB_DECODE_TILES * (tile)*2 + 16) +     \
+   NYB_DECODE_FLOAT_WEIGHT_BYTES(tile, columns, warps))
+#define NYB_DECODE_WEIGHT_BYTES(key_dim, value_groups, tile, columns, warps)  \
+  (2 * NYB_DECODE_STEP_WEIGHT_BYTES(value_groups, tile, columns, warps) >     \
+           NYB_DECODE_SCRATCH_BYTES(key_dim, columns, warps)                  \
+       ? 2 * NYB_DECODE_STEP_WEIGHT_BYTES(value_groups, tile, columns, warps) \
+       : NYB_DECODE_SCRATCH_BYTES(key_dim, columns, warps))
+#define NYB_DECODE_RAISED_BYTES(value_groups, columns, warps) \
+  NYB_DECODE_UP_16(((warps) > NYB_DECODE_TILES ? 2 : (warps)) * ((columns) + (value_groups)) * 4)
+#define NYB_DECODE_TOLD_BYTES(value_groups, columns, warps) \
+  (NYB_DECODE_RAISED_BYTES(value_groups, columns, warps) +  \
+   ((warps) > NYB_DECODE_TILES ? 0 : (warps) * ((value_groups) + 1) * (columns)*4))
+/* Scores of a part of head_dim, for the warp that adds the other: a lane's of one token. */
+#define NYB_DECODE_PARTS_BYTES(columns, warps) \
+  ((warps) > NYB_DECODE_TILES ? (warps)*32 * ((columns) / 8) * 8 : 0)
+/* Powers of two for each group of V, a warp's own. */
+#define NYB_DECODE_GROWS_BYTES(value_groups, warps) \
+  ((warps) > NYB_DECODE_TILES ? (warps)*NYB_DECODE_UP_16((value_groups)*4) : 0)
+/* Where a warp is in its run of leaves, while it is within one. */
+#define NYB_DECODE_PARKED_WARP_BYTES 64
+#define NYB_DECODE_PARKED_BYTES(warps) \
+  ((warps) > NYB_DECODE_TILES ? (warps)*NYB_DECODE_PARKED_WARP_BYTES : 0)
+#define NYB_DECODE_TREE_BYTES(key_dim, value_dim, columns, rows, dim_warps, warps, featured) \
+  (((warps) / (dim_warps)-1) * (value_dim) * (columns)*4 +                                   \
+   NYB_DECODE_LEVELS(key_dim, value_dim, rows, featured) *                                   \
+       ((warps) > NYB_DECODE_TILES                                                           \
+            ? (warps)*4 * ((columns) / 8) * 16                                               \
+            : (dim_warps)*8 *                                                                \
+                  ((rows) <= 2   ? 1                                                         \
+                   : (rows) <= 4 ? 2                                                         \
+                                 : 4) *                                                      \
+                  ((value_dim) / (dim_warps) / 16 + 1) * ((columns) / 8) * 16))
 #define NYB_DECODE_SHARED_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, value_group, \
                                 key_scale_bytes, value_scale_bytes, tile, stages, columns, rows,  \
                                 featured)                                                         \
@@ -80,11 +109,20 @@
        NYB_DECODE_SCALE_STAGE_BYTES(value_dim, value_group, value_scale_bytes, tile) +            \
    NYB_DECODE_QUERY_BYTES(key_dim, columns) +                                                     \
    NYB_DECODE_QUERY_SUMS_BYTES(key_dim, key_group, columns) +                                     \
-   (columns)*4 * NYB_DECODE_SIGHT_WORDS(featured) +                                               \
-   NYB_DECODE_WEIGHT_BYTES(key_dim, (value_dim) / (value_group), tile, columns) +                 \
-   NYB_DECODE_TOLD_BYTES((value_dim) / (value_group), columns) +                                  \
-   NYB_DECODE_TREE_BYTES(value_dim, columns, rows,                                                \
-                         NYB_DECODE_DIM_WARPS(value_dim, value_bits, value_group)))
+   (columns)*4 * (NYB_DECODE_SIGHT_WORDS(featured) +                                              \
+                  NYB_DECODE_WARP_PARTS(key_dim, value_dim, featured) - 1) +                      \
+   NYB_DECODE_WEIGHT_BYTES(key_dim, (value_dim) / (value_group), tile, columns,                   \
+                           NYB_DECODE_WARPS(key_dim, value_dim, featured)) +                      \
+   NYB_DECODE_TOLD_BYTES((value_dim) / (value_group), columns,                                    \
+                         NYB_DECODE_WARPS(key_dim, value_dim, featured)) +                        \
+   NYB_DECODE_PARTS_BYTES(columns, NYB_DECODE_WARPS(key_dim, value_dim, featured)) +              \
+   NYB_DECODE_GROWS_BYTES((value_dim) / (value_group),                                            \
+                          NYB_DECODE_WARPS(key_dim, value_dim, featured)) +                       \
+   NYB_DECODE_PARKED_BYTES(NYB_DECODE_WARPS(key_dim, value_dim, featured)) +                      \
+   NYB_DECODE_TREE_BYTES(key_dim, value_dim, columns, rows,                                       \
+                         NYB_DECODE_DIM_WARPS(value_dim, value_bits, value_group,                 \
+                                              NYB_DECODE_WARPS(key_dim, value_dim, featured)),    \
+                         NYB_DECODE_WARPS(key_dim, value_dim, featured), featured))
 
 /* Leaves that a lane of the merge adds at once, the elements of a row that it adds, and the lanes
  * of a warp that share a row's elements at most. */
