@@ -53,6 +53,17 @@ static bool find_symbols(void *library) {
   return true;
 }
 
+/* NVRTC looks for its other half by name alone, and of CUDA 13.0's pip package not beside itself:
+ * it finds what is loaded already. Where there is none, its own error says so. */
+static void open_builtins(int major, int minor) {
+  const char *slash = strrchr(library_file, '/');
+  if (slash == NULL) return;
+  char file[sizeof library_file + 64];
+  snprintf(file, sizeof file, "%.*s/libnvrtc-builtins.so.%d.%d", (int)(slash - library_file),
+           library_file, major, minor);
+  dlopen(file, RTLD_LAZY | RTLD_LOCAL);
+}
+
 /* Takes a library that has been opened, if it is one that will do. */
 static bool adopt(void *library, const char *name, int newest_major) {
   const struct link_map *map = NULL;
@@ -75,6 +86,7 @@ static bool adopt(void *library, const char *name, int newest_major) {
         newest_major, library_file, major, minor);
     return false;
   }
+  open_builtins(major, minor);
   unavailable[0] = '\0';
   return true;
 }
