@@ -5,6 +5,7 @@ for, and generate() with it."""
 from __future__ import annotations
 
 import functools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -88,6 +89,12 @@ def _room(layers: Iterable[NybbleLayer]) -> int:
     return min(rooms, default=1 << 31)
 
 
+def _weights(model: Any) -> tuple[Any, ...]:
+    """Which model this is, and where its weights are: to() and the like move them."""
+    first = next(model.parameters(), None)
+    return weakref.ref(model), None if first is None else first.data_ptr()
+
+
 class DecodeGraph:
     """A model's decode step over a NybbleCache, captured once and replayed: no time goes by on the
     host. The cache's lengths and the positions are on the device, and move along there.
@@ -105,8 +112,8 @@ class DecodeGraph:
     Args:
         model: on a CUDA device, with attn_implementation="nybble".
         cache: holds the prompt, and a token that was decoded eagerly (that compiles the kernels, and
-            the layers of a model patched so), and has room for what is to come. Positions go on where each sequence ends: left padding
-            does not count.
+            the layers of a model patched so), and has room for what is to come. Positions go on
+            where each sequence ends: left padding does not count.
 
     Raises:
         NybbleError: POINTER where the cache is not on a CUDA device, or the model on another; LENGTH
@@ -131,7 +138,7 @@ class DecodeGraph:
                 "must be on one device",
                 lib.NYB_ERROR_POINTER,
             )
-        self._model = weakref.ref(model)
+        self._weights = _weights(model)
         self._places = _places(cache)
         length = max(layer.cumulative_length for layer in self._layers)
         self._limit = length + _room(self._layers)
@@ -167,7 +174,7 @@ class DecodeGraph:
 
     def fits(self, model: Any, step: _Step) -> bool:
         """Whether this is that step of the model, over the cache as it is now."""
-        return self._model() is model and self._places == _places(step.cache)
+        return self._weights == _weights(model) and self._places == _places(step.cache)
 
     @property
     def room(self) -> int:
@@ -214,28 +221,37 @@ _TRACING = {"allow_unspec_int_on_nn_module": True, "recompile_limit": 64}
 _GENERATING: dict[str, Any] = {"emulate_precision_casts": True, "coordinate_descent_tuning": True}
 
 
+_one_thread = threading.RLock()  # the layers and torch.compile's settings are all threads'
+
+
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, options=_GENERATING)
 
 
 @contextmanager
 def compiled_layers(model: Any) -> Iterator[None]:
-    """The model's decoder layers run as torch.compile makes them; what a NybbleCache does, and the
+    """The model's decoder layers run as torch.compile makes them, in one thread at a time; what a NybbleCache does, and the
     attention over it, is called as it is."""
     from . import torch as _operators  # noqa: F401 (patch_mlp's calls become operators)
 
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-    before = [vars(layer).get("forward") for layer in layers]
-    for layer in layers:
-        vars(layer)["forward"] = _compile(layer.forward)
-    try:
-        with torch._dynamo.config.patch(_TRACING):
-            yield
-    finally:
-        for layer, own in zip(layers, before):
-            del vars(layer)["forward"]
-            if own is not None:
-                vars(layer)["forward"] = own
+    if not layers:
+        raise refuse(
+            f"{type(model).__name__} has no decoder layers of transformers' to compile",
+            lib.NYB_ERROR_UNSUPPORTED,
+        )
+    with _one_thread:
+        before = [vars(layer).get("forward") for layer in layers]
+        try:
+            for layer in layers:
+                vars(layer)["forward"] = _compile(layer.forward)
+            with torch._dynamo.config.patch(_TRACING):
+                yield
+        finally:
+            for layer, own in zip(layers, before):
+                vars(layer).pop("forward", None)
+                if own is not None:
+                    vars(layer)["forward"] = own
 
 
 # ---- generate() ---------------------------------------------------------------------------------
@@ -309,31 +325,37 @@ class DecodeGraphs:
             self.replayed += 1
             return made
         self.eager += 1
+        failure = None
         if step is not None and self.compile:
-            made = self._compiled(model, original, step)
-            if made is not None:
+            made, failure = self._compiled(model, original, step)
+            if failure is None:
                 return made
         made = original(*arguments, **options)
+        if failure is not None:  # of compiling: the step itself is none that fails
+            self.compile = False
+            self._explain("compiled layers", _reason_of("compiling", failure))
         if not self.compile:
-            cache.warm = (_places(cache), False)
+            cache.warm = (_weights(model), _places(cache), False)
         return made
 
-    def _compiled(self, model: Any, original: Callable[..., Any], step: _Step) -> Any:
-        """The step as it will be captured, so that all is compiled then; None where that fails."""
+    def _compiled(
+        self, model: Any, original: Callable[..., Any], step: _Step
+    ) -> tuple[Any, Exception | None]:
+        """The step as it will be captured, so that all is compiled then; or what made it fail."""
         cache = step.cache
         lengths = [layer.cumulative_length for layer in cache._layers()]
         try:
             with compiled_layers(model), torch.inference_mode(False), torch.no_grad():
-                token, positions = step.token.clone(), torch.empty_like(step.token)
+                token = step.token.to(torch.long, copy=True)  # as in a graph
+                positions = torch.empty_like(token)
                 step.place(positions)
                 made = original(token, position_ids=positions, cache=cache, use_cache=True)
-            cache.warm = (_places(cache), True)
+            cache.warm = (_weights(model), _places(cache), True)
         except Exception as error:
             for layer, length in zip(cache._layers(), lengths):
                 layer.take_back(length)
-            self.compile, made = False, None
-            self._explain("compiled layers", _reason_of("compiling", error))
-        return made
+            return None, error
+        return made, None
 
     def _understand(
         self, model: Any, token: torch.Tensor, cache: NybbleCache, options: dict[str, Any]
@@ -367,7 +389,8 @@ class DecodeGraphs:
             return cache.graph if cache.graph.room > 0 else None  # an eager step lets it grow
         cache.graph = None  # its memory is free for the next
         # The eager step before, over the same memory, compiled the kernels (and the layers).
-        if cache.warm != (_places(cache), self.compile) or _room(cache._layers()) <= 0:
+        warm = (_weights(model), _places(cache), self.compile)
+        if cache.warm != warm or _room(cache._layers()) <= 0:
             return None
         try:
             cache.graph = DecodeGraph(model, cache)

@@ -408,8 +408,8 @@ class NybbleCache(TransformersCache):
             _check_supported(context or default_context(), i, layer_config, dim, window)
             layers.append(NybbleLayer(key_bits[i], other_bits[i], group_size, window, context))
         super().__init__(layers=layers)
-        # Of `patch_decode` and its model: the captured step; where the tokens were at the last eager
-        # one, and whether it was compiled; whether one is being captured.
+        # Of `patch_decode` and its model: the captured step; where weights and tokens were at the
+        # last eager one, and whether it was compiled; whether one is being captured.
         self.graph: DecodeGraph | None = None
         self.warm: Any = None
         self.capturing = False
@@ -419,6 +419,11 @@ class NybbleCache(TransformersCache):
         """See `NybbleLayer.update`; compiled models call it as it is."""
         made: tuple[torch.Tensor, torch.Tensor] = super().update(*arguments, **options)
         return made
+
+    def reset(self) -> None:
+        """Empty, also of captured steps; the next tokens may be of another batch or model."""
+        super().reset()
+        self.graph = self.warm = None
 
     def _layers(self) -> Iterator[NybbleLayer]:
         return (layer for layer in self.layers if isinstance(layer, NybbleLayer))

@@ -5,6 +5,7 @@ from the same tensors. What a replay does to the cache's counts it does by itsel
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -148,6 +149,92 @@ def test_compiling_that_fails(
     assert torch.equal(found, expected) and not graphs.compile
     assert patched.layers[0].stored.lengths == cache.layers[0].stored.lengths == [31, 31]
     assert (graphs.captured, graphs.eager, graphs.replayed) == (1, 1, 10)
+
+
+def test_compiled_for_other_integers(graphs_here: None, compiler: Compiler) -> None:
+    """Nothing is left to compile when a step is captured, whatever integers tokens are."""
+    model, cache = patched_and_filled(compile=True)
+    model(prompt(2, 1).int(), cache=cache)
+    before = compiler.compiled
+    model(prompt(2, 1).int(), cache=cache)
+    assert compiler.compiled == before > 0 and model.decode_graphs.captured == 1
+
+
+def test_errors_that_are_none_of_compiling(graphs_here: None, compiler: Compiler) -> None:
+    """A step that fails without compiling, too, does not end compiling."""
+    model, cache = patched_and_filled(compile=True)
+    other = tiny("llama", "nybble")
+    graphs = ours.patch_decode(other, compile=True)
+    with pytest.raises(NybbleError, match="holds 20 tokens of another model"):
+        other(prompt(2, 1), cache=cache)
+    assert graphs.compile and graphs.reason is None and cache.get_seq_length() == 20
+    model(prompt(2, 1), cache=cache)
+    assert cache.layers[2].stored.lengths == [21, 21]
+
+
+def test_nothing_to_compile(graphs_here: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, cache = patched_and_filled(compile=True)
+    monkeypatch.setattr(_decode_graph, "GradientCheckpointingLayer", torch.nn.Conv1d)
+    with pytest.warns(UserWarning, match="LlamaForCausalLM has no decoder layers"):
+        model(prompt(2, 1), cache=cache)
+    model(prompt(2, 1), cache=cache)
+    graphs = model.decode_graphs
+    assert not graphs.compile and (graphs.captured, graphs.eager) == (1, 1)
+
+
+def test_compiled_layers_in_two_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One at a time: each leaves the layers as they were."""
+    monkeypatch.setattr(_decode_graph, "_compile", lambda function: lambda *a, **o: function())
+    model = tiny("llama", "nybble")
+    entered = threading.Event()
+    seen = []
+
+    def second() -> None:
+        with _decode_graph.compiled_layers(model):
+            entered.set()
+        seen.append([("forward" in vars(layer)) for layer in model.model.layers])
+
+    thread = threading.Thread(target=second)
+    with _decode_graph.compiled_layers(model):
+        thread.start()
+        assert not entered.wait(0.2)
+    thread.join()
+    assert seen == [[False] * 3]
+
+
+def patched_and_filled(compile: bool = False) -> tuple[Any, NybbleCache]:
+    model = tiny("llama", "nybble")
+    ours.patch_decode(model, compile)
+    cache = NybbleCache(model.config, 8)
+    cache.reserve(64)
+    model(prompt(2, 20), cache=cache)
+    return model, cache
+
+
+def test_weights_that_move(graphs_here: None) -> None:
+    """A graph reads weights where they were: where they are elsewhere there is another."""
+    model, cache = patched_and_filled()
+    for _ in range(2):
+        model(prompt(2, 1), cache=cache)
+    made = model.bfloat16()(prompt(2, 1), cache=cache)
+    graphs = model.decode_graphs
+    assert made.logits.dtype == torch.bfloat16 and (graphs.captured, graphs.eager) == (1, 2)
+    assert model(prompt(2, 1), cache=cache).logits.dtype == torch.bfloat16
+    assert (graphs.captured, graphs.replayed) == (2, 2)
+
+
+def test_reset_lets_graphs_go(graphs_here: None) -> None:
+    model, cache = patched_and_filled()
+    for _ in range(2):
+        model(prompt(2, 1), cache=cache)
+    assert cache.graph is not None
+    cache.reset()
+    assert cache.graph is None and cache.warm is None
+    model(prompt(3, 20), cache=cache)
+    for _ in range(2):
+        model(prompt(3, 1), cache=cache)
+    graphs = model.decode_graphs
+    assert (graphs.captured, graphs.eager, graphs.replayed) == (2, 2, 2)
 
 
 def test_end_of_sequence(graphs_here: None) -> None:
