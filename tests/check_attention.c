@@ -694,6 +694,37 @@ static void check_mixtures(walk *w) {
   }
 }
 
+/* What is not finite shows in rows that see it, whatever else the call has; and what no row sees
+ * shows nowhere, a scale of V neither that would dwarf all that are seen. Queries are NaN: times an
+ * infinite one, a key counts as NaN or infinite as its last bit is lost or not. */
+static void check_poisoned_features(walk *w) {
+  static const double values[] = {NAN, INFINITY, -INFINITY};
+  for (int i = 0; i < 40; i++) {
+    attention_shape shape = decode_shape("not finite, with features", 4, 2, 64, 200);
+    if (i % 4 == 0) shape.window_tokens = 64;
+    if (i % 4 == 1) shape.sinks = true;
+    if (i % 4 == 2) shape.softcap = 20;
+    if (i % 4 == 3) shape.slopes = true;
+    shape.poison = (scene_poison){.place = (poison_place)(POISON_QUERY + i / 4 % 5),
+                                  .value = values[i / 4 % 5 == 0 ? 0 : i % 3],
+                                  .head = 1,
+                                  .row = i / 4 % 5 == 0 ? 0 : 140 + i,
+                                  .element = i};
+    check_case(w, shape);
+  }
+  for (int i = 0; i < 8; i++) {
+    attention_shape shape = decode_shape("hidden and vast or not finite", 4, 2, 64, 200);
+    shape.window_tokens = 64;
+    shape.window_keep_tokens = i % 2 == 0 ? 0 : 5;
+    shape.poison = (scene_poison){.place = i / 2 % 2 == 0 ? POISON_VALUE : POISON_KEY,
+                                  .value = i < 4 ? 30000 : NAN,
+                                  .head = 1,
+                                  .row = i % 2 == 0 ? 130 : 8,
+                                  .element = i};
+    check_case(w, shape);
+  }
+}
+
 static void check_features(walk *w) {
   check_top_left(w);
   check_windows(w);
@@ -703,6 +734,7 @@ static void check_features(walk *w) {
   check_softcaps(w);
   check_slopes(w);
   check_mixtures(w);
+  check_poisoned_features(w);
 }
 
 void check_attention_features(check_run *run, int format) {

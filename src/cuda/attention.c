@@ -79,9 +79,7 @@ static float lowest_of(nyb_dtype dtype) {
   return dtype == NYB_F16 ? -65504 : dtype == NYB_BF16 ? -0x1.fep127f : -FLT_MAX;
 }
 
-/* No more tokens than the mask has columns for, and none where there is no page: the host does not
- * see the lengths. */
-static int64_t room_of(const nyb_attention *a) {
+int64_t nyb_cuda_attention_room(const nyb_attention *a) {
   int64_t room = nyb_room_tokens(a);
   if (a->mask_array.kind != 0 && a->mask_array.tokens < room) room = a->mask_array.tokens;
   return nyb_is_paged(a) && a->pages.page_count == 0 ? 0 : room;
@@ -146,7 +144,7 @@ nyb_attention_arguments nyb_cuda_attention_arguments(const nyb_attention_call *c
       .lse = a->lse.data,
       .lengths = a->lengths,
       .capacity_tokens = a->capacity_tokens,
-      .room_tokens = room_of(a),
+      .room_tokens = nyb_cuda_attention_room(a),
       .batch = a->batch,
       .kv_heads = a->kv_heads,
       .heads_per_kv = call->heads_per_kv,

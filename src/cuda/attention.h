@@ -66,6 +66,10 @@ bool nyb_cuda_attention_is_placed(const nyb_attention *attention);
 /* Strides in elements, as descriptors have them, to the bytes that kernels take. */
 void nyb_cuda_byte_strides(const int64_t elements[3], int64_t element_bytes, long long bytes[3]);
 
+/* No more tokens than the mask has columns for, and none where there is no page: the host does not
+ * see the lengths, which kernels clamp to it. */
+int64_t nyb_cuda_attention_room(const nyb_attention *attention);
+
 /* The arguments that every attention kernel needs, with strides in bytes; what is left is 0. */
 nyb_attention_arguments nyb_cuda_attention_arguments(const nyb_attention_call *call);
 

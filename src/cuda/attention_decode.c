@@ -272,7 +272,7 @@ static nyb_decode_arguments arguments_of(const nyb_attention_call *call, const c
       .lse = a->lse.data,
       .lengths = a->lengths,
       .statistics = workspace,
-      .capacity_tokens = a->capacity_tokens,
+      .capacity_tokens = nyb_cuda_attention_room(a),
       .capacity_leaves = c->leaves,
       .batch = (int)a->batch,
       .kv_heads = (int)a->kv_heads,

@@ -63,7 +63,7 @@ constexpr int PARTS = WARP_PARTS > 1 ||
 constexpr int SPLIT = WARP_PARTS == 1 && COLUMNS == 8 && ROWS <= 4 ? PARTS : 1;
 constexpr int USED = COLUMNS / SPLIT, SHARES = SPLIT * WARP_PARTS;
 constexpr int KEPT = LANE_TOKENS / SHARES;
-constexpr int PART_GROUPS = KEY_GROUPS > PARTS ? (KEY_GROUPS + PARTS - 1) / PARTS : 1;  // of a part
+constexpr int PART_GROUPS = KEY_GROUPS > PARTS ? (KEY_GROUPS + PARTS - 1) / PARTS : 1; // of a part
 // From a part's first group to the next one's. Where there is an odd number of groups, warps' parts
 // overlap, and the second leaves out its first group.
 constexpr int NEXT_PART = WARP_PARTS == 1 ? PART_GROUPS : KEY_GROUPS - PART_GROUPS;
@@ -107,17 +107,17 @@ constexpr int QUERIES_AT = VALUE_SCALES_AT + SCALE_STAGES * SCALE_STAGE_BYTES;
 constexpr int QUERY_BYTES = NYB_DECODE_QUERY_BYTES(KEY_DIM, COLUMNS);
 // Two steps' weights times V's scales, f16: for each group and column a row of tokens. Rows of
 // neighbouring columns start 4 banks apart.
-constexpr int WEIGHT_ROWS = COLUMNS;  // the first USED of them in use
+constexpr int WEIGHT_ROWS = COLUMNS; // the first USED of them in use
 constexpr int WEIGHT_ROW_BYTES = STEP * 2 + 16;
-constexpr int QUERY_SUMS_AT = QUERIES_AT + QUERY_BYTES;  // where they are too many to be held
+constexpr int QUERY_SUMS_AT = QUERIES_AT + QUERY_BYTES; // where they are too many to be held
 constexpr int QUERY_SUMS_BYTES = NYB_DECODE_QUERY_SUMS_BYTES(KEY_DIM, KEY_GROUP, COLUMNS);
-constexpr int VISIBLE_AT = QUERY_SUMS_AT + QUERY_SUMS_BYTES;  // how many tokens each row sees
+constexpr int VISIBLE_AT = QUERY_SUMS_AT + QUERY_SUMS_BYTES; // how many tokens each row sees
 // Where registers are few, the rows' units are there too, behind.
 constexpr bool HOLD_UNITS = WARP_PARTS == 1;
 constexpr int UNITS_AT = VISIBLE_AT + COLUMNS * 4 * NYB_DECODE_SIGHT_WORDS(FEATURED);
 constexpr int WEIGHTS_AT = UNITS_AT + (HOLD_UNITS ? 0 : COLUMNS * 4);
 constexpr int WEIGHT_GROUP_BYTES = WEIGHT_ROWS * WEIGHT_ROW_BYTES;
-constexpr int WEIGHT_STEP_BYTES =  // one step's; there are two
+constexpr int WEIGHT_STEP_BYTES = // one step's; there are two
     NYB_DECODE_STEP_WEIGHT_BYTES(VALUE_GROUPS, TILE, COLUMNS, WARPS);
 // Where two warps share a tile, the weights as f32 behind: a row of columns for each token, in the
 // order of a lane's: 2 * (lane % 4), the next, and those 8 on.
@@ -280,7 +280,7 @@ struct Layout {
   // went to different ones, each would be asked for alone, and reading would take a fifth longer.
   // Within a line, the units' places are xored with a number such that the units that ldmatrix
   // reads at once, of eight tokens LANE_TOKENS apart, lie on different banks.
-  static constexpr int ROW_UNITS = LANE_TOKENS * UNITS;  // from such a token to the next
+  static constexpr int ROW_UNITS = LANE_TOKENS * UNITS; // from such a token to the next
   static constexpr bool REGULAR = (UNITS & (UNITS - 1)) == 0;
   static __device__ __forceinline__ int turn(int row) {
     return ROW_UNITS >= 8 ? row : row * ROW_UNITS / 8;
@@ -307,7 +307,7 @@ struct Layout {
 template <class LAYOUT>
 struct Place {
   uint32 base;
-  int row, first;  // REGULAR: where the first is, from base on
+  int row, first; // REGULAR: where the first is, from base on
   __device__ __forceinline__ void start(uint32 tile, int lane_row, int lane_first) {
     base = tile;
     row = lane_row;
@@ -348,7 +348,7 @@ template <int BITS>
 __device__ __forceinline__ uint32 run_window(const uint32 *run, int bit, int *byte) {
   const int word = bit / 32;
   *byte = bit / 8 % 4;
-  if (*byte == 3 && bit % 8 + BITS > 8) {  // it goes on in the next register
+  if (*byte == 3 && bit % 8 + BITS > 8) { // it goes on in the next register
     *byte = 0;
     return __funnelshift_r(run[word], run[word + 1], 24);
   }
@@ -389,7 +389,7 @@ __device__ __forceinline__ void load_run(uint32 *run, uint32 row, int at) {
 
 // The codes of a group that one lane holds, on either side, and how they are ordered.
 constexpr int KEY_LANE_DIMS = KEY_GROUP / 4;
-constexpr int VALUE_SPAN = Values::BY_UNITS ? Values::UNIT_DIMS : VALUE_GROUP;  // a row of lanes'
+constexpr int VALUE_SPAN = Values::BY_UNITS ? Values::UNIT_DIMS : VALUE_GROUP; // a row of lanes'
 constexpr int VALUE_LANE_DIMS = VALUE_SPAN / 8;
 
 // The output's elements come in pieces of so many tiles of the products' M side: a unit, or a part
@@ -404,7 +404,7 @@ constexpr int PIECE_LANE_DIMS = VALUE_LANE_DIMS / SPAN_PARTS;
 constexpr int DIM_WARPS = NYB_DECODE_DIM_WARPS(VALUE_DIM, VALUE_BITS, VALUE_GROUP, WARPS);
 constexpr int TOKEN_WARPS = WARPS / DIM_WARPS;
 constexpr int WARP_PIECES = PIECES / DIM_WARPS;
-constexpr int VALUE_HALVES = STEP / TOKEN_WARPS / 16;  // that a warp sums
+constexpr int VALUE_HALVES = STEP / TOKEN_WARPS / 16; // that a warp sums
 constexpr int SUMS = WARP_PIECES * PIECE_SUMS;         // tiles of the products' M side
 static_assert(PIECE_LANE_DIMS == 2 * PIECE_SUMS);
 
@@ -433,8 +433,7 @@ __device__ __forceinline__ int value_position(int lane_dim) {
   return bit % 8 - run_shift(VALUE_BITS, bit, bit);
 }
 
-// ---- Scales and biases of a lane's tokens
-// ---------------------------------------------------------
+// ---- Scales and biases of a lane's tokens -------------------------------------------------------
 
 // The thread's number, where what follows from it is not worth a register meanwhile.
 __device__ __forceinline__ uint32 thread_here() {
@@ -468,7 +467,7 @@ __device__ __forceinline__ void load_words(uint32 *to, uint32 address) {
 // TOKENS neighbouring tokens' first GROUPS of STRIDE groups.
 template <int DTYPE, int TOKENS, int GROUPS, int STRIDE>
 struct PerGroup {
-  static constexpr int WORDS = (GROUPS * bytes_of(DTYPE) + 3) / 4;  // of a token, or of all tokens
+  static constexpr int WORDS = (GROUPS * bytes_of(DTYPE) + 3) / 4; // of a token, or of all tokens
   static constexpr bool CONTIGUOUS = GROUPS == STRIDE && TOKENS * GROUPS * bytes_of(DTYPE) % 4 == 0;
   uint32 words[CONTIGUOUS ? TOKENS * GROUPS * bytes_of(DTYPE) / 4 : TOKENS * WORDS];
   __device__ __forceinline__ void load(uint32 from) {
@@ -513,11 +512,10 @@ __device__ __forceinline__ uint32 value_scale_offset() {
   return lane_token() * VALUE_GROUPS * bytes_of(VALUE_SCALE_TYPE);
 }
 
-// ---- Where a block of threads is in its run of leaves
-// ---------------------------------------------
+// ---- Where a block of threads is in its run of leaves -------------------------------------------
 
 struct Position : Sequence {
-  int batch, pair;  // pair: KV head and tile of query rows within the sequence
+  int batch, pair; // pair: KV head and tile of query rows within the sequence
   int leaf;
 
   __device__ __forceinline__ Leaves leaves() const { return Leaves(*this, LEAF); }
@@ -527,7 +525,7 @@ struct Problem {
   const Arguments *all;
   const nyb_decode_arguments *arguments;
 
-  __device__ __forceinline__ int pairs() const {  // of a sequence
+  __device__ __forceinline__ int pairs() const { // of a sequence
     return arguments->kv_heads * arguments->row_tiles;
   }
 
@@ -560,7 +558,7 @@ struct Problem {
       const uint32 own = first + lane < arguments->batch
                              ? static_cast<uint32>(leaves_of(first + lane)) * pairs()
                              : 0;
-      uint32 end = own;  // of the sequence's units
+      uint32 end = own; // of the sequence's units
       for (int distance = 1; distance < 32; distance *= 2) {
         const uint32 before = __shfl_up_sync(~0u, end, distance);
         if (lane >= distance) end += before;
@@ -621,7 +619,7 @@ __device__ __forceinline__ int end_step_of(const Position &at) {
 // that are kept.
 struct Shift {
   int keep_end, wrap, of_kept, of_ring,
-      of_wrapped;  // wrap: the first token in the ring's first slot
+      of_wrapped; // wrap: the first token in the ring's first slot
   __device__ __forceinline__ void start(const Arguments &arguments, const Position &at) {
     const nyb_attention_arguments &call = call_of(arguments);
     keep_end = wrap = 0x7fffffff;
@@ -649,16 +647,16 @@ constexpr int NONE = -1;
 template <class LAYOUT, int DTYPE, int GROUPS, int CODES_AT, int SCALES_AT, int BIASES_AT, int OWN>
 struct Copies {
   static constexpr int ROW = LAYOUT::ROW, SCALE_ROW = GROUPS * bytes_of(DTYPE);
-  static constexpr int CHUNKS = TILE * ROW / 16, LANE_CHUNKS = (CHUNKS + 31) / 32;  // of a tile
+  static constexpr int CHUNKS = TILE * ROW / 16, LANE_CHUNKS = (CHUNKS + 31) / 32; // of a tile
   static constexpr int TILE_SCALE_CHUNKS = TILE * SCALE_ROW / 16;
   static constexpr int SCALE_CHUNKS = TILES * TILE_SCALE_CHUNKS;
 
   Problem problem;
   const nyb_decode_stored *stored;
   Position at;
-  uint32 units_left;  // this one included
+  uint32 units_left; // this one included
   int step, steps, tokens_left;
-  const char *codes, *scales, *biases;  // of the step; PLACED: of the head's first row
+  const char *codes, *scales, *biases; // of the step; PLACED: of the head's first row
   uint32 offset[LANE_CHUNKS];           // where the lane's chunks of a tile go
   Shift shift;                          // PLACED
   // Pages: of each run of the leaf a lane knows where it is, and the page of the next leaf's.
@@ -687,7 +685,7 @@ struct Copies {
     steps = end_step_of(at);
     const int token = at.leaf * LEAF + step * STEP;
     tokens_left = at.length - token;
-    if (!FEATURED && !PLACED && same_pair) return;  // the leaf before was whole
+    if (!FEATURED && !PLACED && same_pair) return; // the leaf before was whole
     const int64 batch = PLACED == NYB_DECODE_PAGES ? 0 : at.batch, head = problem.head_of(at);
     const auto address = [&](const char *base, const long long *stride) {
       return base + batch * stride[0] + head * stride[1] + (PLACED ? 0 : token) * stride[2];
@@ -756,7 +754,7 @@ struct Copies {
         if (left % 4 == 0) {
           copy_async_16(to + SCALES_AT, scales + 512 * i, left);
           copy_async_16(to + BIASES_AT, biases + 512 * i, left);
-        } else {  // compute-sanitizer takes a copy that ends within a word for one of 16 bytes
+        } else { // compute-sanitizer takes a copy that ends within a word for one of 16 bytes
           copy_half_words(to + SCALES_AT, scales + 512 * i, left);
           copy_half_words(to + BIASES_AT, biases + 512 * i, left);
         }
@@ -861,7 +859,7 @@ struct Copies {
     }
   }
 
-  static constexpr int RUN = NYB_DECODE_PAGE_RUN, RUNS = STEP / RUN;  // of tokens
+  static constexpr int RUN = NYB_DECODE_PAGE_RUN, RUNS = STEP / RUN; // of tokens
   static_assert(LEAF <= 32 * RUN);
   // The page of the lane's run of a leaf, as the table has it.
   __device__ __forceinline__ int page_of(int leaf) const {
@@ -876,7 +874,7 @@ struct Copies {
     next_page = page_of(at.leaf + 1);
     const int64 block = max(min(page, call_of(*problem.all).page_count - 1), 0);
     const int token = at.leaf * LEAF + (threadIdx.x & 31) % (LEAF / RUN) * RUN;
-    const int row = token & ((1 << page_shift()) - 1);
+    const int64 row = token & ((1 << page_shift()) - 1);
     run_codes = codes + block * stored->codes_stride[0] + row * ROW;
     run_scales = scales + block * stored->scales_stride[0] + row * SCALE_ROW;
     run_biases = biases + block * stored->biases_stride[0] + row * SCALE_ROW;
@@ -887,13 +885,13 @@ struct Copies {
         __shfl_sync(~0u, reinterpret_cast<uint64>(own), step * RUNS + run));
   }
   __device__ __forceinline__ void copy_pages(uint32 stage) const {
-    const int lane = threadIdx.x & 31;
-    if constexpr (CODES_AT != NONE && ROW % 32 == 0) {  // 32 chunks at once are of the same run
+    const int lane = threadIdx.x & 31, held = min(tokens_left, STEP);
+    if constexpr (CODES_AT != NONE && ROW % 32 == 0) { // 32 chunks at once are of the same run
 #pragma unroll
       for (int run = 0; run < RUNS; run++) {
         const int tile = run * RUN / TILE;
         const char *from = of_run(run_codes, run) + lane * 16;
-        const int left = (tokens_left - run * RUN) * ROW - lane * 16;
+        const int left = (held - run * RUN) * ROW - lane * 16;
 #pragma unroll
         for (int i = 0; i < ROW / 32; i++) {
           const int rest = left - 512 * i;
@@ -911,7 +909,7 @@ struct Copies {
 #pragma unroll
         for (int tile = 0; tile < TILES; tile++) {
           const char *from = of_run(run_codes, tile * TILE / RUN + chunk / ROW) + chunk % ROW * 16;
-          const int left = (tokens_left - tile * TILE) * ROW - chunk * 16;
+          const int left = (held - tile * TILE) * ROW - chunk * 16;
           if (CHUNKS % 32 != 0 && lane + 32 * i >= CHUNKS) continue;
           copy_async_16(stage + offset[i] + tile * OWN, from, left < 0 ? 0 : left > 16 ? 16 : left);
         }
@@ -926,7 +924,7 @@ struct Copies {
         const char *from_scales = of_run(run_scales, chunk / SCALE_ROW) + within;
         const char *from_biases = of_run(run_biases, chunk / SCALE_ROW) + within;
         if (SCALE_CHUNKS % 32 != 0 && lane + 32 * i >= SCALE_CHUNKS) continue;
-        int left = tokens_left * SCALE_ROW - chunk * 16;
+        int left = held * SCALE_ROW - chunk * 16;
         left = left < 0 ? 0 : left > 16 ? 16 : left;
         if (left % 4 == 0) {
           copy_async_16(to + SCALES_AT, from_scales, left);
@@ -1032,18 +1030,18 @@ __device__ __forceinline__ void copy_all(const nyb_decode_arguments &a, const Pr
   wait_for_copies<0>();
 }
 
-// ---- What a query row sees
-// ------------------------------------------------------------------------
+// ---- What a query row sees ----------------------------------------------------------------------
 
 // Of FEATURED: whether scores are more than products, and what a row of the tile must know for it.
 __device__ __forceinline__ bool changes_scores(const nyb_attention_arguments &call) {
   return call.softcap != 0.0f || call.slopes != nullptr;
 }
+constexpr int UNUSED_ROW = 0x7fffffff; // where such a one's sight ends
 struct Sight {
-  int end, begin, keep_end;  // sees [begin, end), and before keep_end
+  int end, begin, keep_end; // sees [begin, end), and before keep_end
   int position;
-  float slope, unit;  // natural units of the products' unit
-  int64 mask_offset;  // to its row of the mask's array
+  float slope, unit; // natural units of the products' unit
+  int64 mask_offset; // to its row of the mask's array
 
   // row: of the tile's KV head, or -1: one that is not in use, and sees all.
   __device__ __forceinline__ void find(const Arguments &arguments, const Position &at, int row,
@@ -1054,7 +1052,7 @@ struct Sight {
     const int used = max(row, 0), head = first_head + used / a.query_len;
     const int query_row = used % a.query_len;
     const nyb_row_sight of_row = nyb_row_sight_of(&call, &sequence, query_row);
-    end = row < 0 ? 0x7fffffff : of_row.end;
+    end = row < 0 ? UNUSED_ROW : of_row.end;
     begin = row < 0 ? 0 : of_row.begin;
     keep_end = row < 0 ? 0x7fffffff : of_row.keep_end;
     position = static_cast<int>(nyb_position_of(&call, &sequence, query_row));
@@ -1089,7 +1087,7 @@ struct SeenWhole {
 };
 struct SeenUntil {
   const int *visible;
-  int first;  // the lane's first token
+  int first; // the lane's first token
   __device__ __forceinline__ SeenUntil(const int *ends, int token) : visible(ends), first(token) {}
   __device__ __forceinline__ bool shows(int i, int j) const { return first + i < visible[j]; }
 };
@@ -1101,20 +1099,19 @@ struct SeenBut {
   }
 };
 
-// ---- The query rows of a pair
-// ---------------------------------------------------------------------
+// ---- The query rows of a pair -------------------------------------------------------------------
 
 // The elements that a lane holds come in runs of so many neighbours.
 constexpr int QUERY_RUN = Keys::BY_UNITS ? 32 / KEY_BITS : KEY_LANE_DIMS;
 
 struct Queries {
-  const nyb_attention_arguments *call;  // FEATURED
+  const nyb_attention_arguments *call; // FEATURED
   // Of columns 2 * (lane % 4) and the next.
-  float sum[HOLD_SUMS ? LANE_SUMS : 1][2 * N_TILES];  // of a group of the lane's parts, in the
+  float sum[HOLD_SUMS ? LANE_SUMS : 1][2 * N_TILES]; // of a group of the lane's parts, in the
                                                       // products' unit
   float held_unit[HOLD_UNITS ? 2 * N_TILES : 1];      // products' unit times this: log2 units
                                                   // (ROUND_SCORES: natural ones)
-  int visible_to_all;  // [0, this), of FEATURED only what is behind begin_of_all or before
+  int visible_to_all; // [0, this), of FEATURED only what is behind begin_of_all or before
                        // keep_of_all
   int begin_of_all, keep_of_all;
 
@@ -1127,7 +1124,7 @@ struct Queries {
   __device__ __forceinline__ void load(const Arguments &arguments, const Position &at,
                                        uint32 shared) {
     const nyb_decode_arguments &a = decode_of(arguments);
-    constexpr int SHARE = (KEY_STEPS + 2 * WARPS - 1) / (2 * WARPS);  // pairs of steps of a warp
+    constexpr int SHARE = (KEY_STEPS + 2 * WARPS - 1) / (2 * WARPS); // pairs of steps of a warp
     const uint32 thread = thread_here();
     const int lane = thread & 31, c = lane & 3, warp = thread >> 5;
     const uint32 queries = shared + QUERIES_AT;
@@ -1176,7 +1173,7 @@ struct Queries {
     // A row is brought to below 2^15, by a power of two, so that f16 holds it.
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
-      float largest = 0, poison = 0;  // 0, or NaN where an element is not finite
+      float largest = 0, poison = 0; // 0, or NaN where an element is not finite
 #pragma unroll
       for (int i = 0; i < SHARE * 8; i++) {
         const float value = element(n, i / 8, i / 4 % 2, i % 4);
@@ -1338,8 +1335,7 @@ struct Queries {
   }
 };
 
-// ---- One leaf
-// ------------------------------------------------------------------------------------
+// ---- One leaf -----------------------------------------------------------------------------------
 
 // The groups that a warp's pieces lie in.
 constexpr int GROUP_PIECES = PIECES / VALUE_GROUPS;
@@ -1365,12 +1361,12 @@ constexpr int WARP_UNITS = WARP_PARTS == 1 ? Keys::UNITS : PART_GROUPS * GROUP_U
 
 // Where in a stage this lane points ldmatrix to, and where its weights go and come from.
 struct Addresses {
-  Place<Keys> keys;  // from a stage on
+  Place<Keys> keys; // from a stage on
   Place<Values> values;
   uint32 store_weights, load_weights, key_scales, value_scales;
   uint32 fragments,
       parts;     // of two warps that share a tile: their part's queries, its scores' place
-  uint32 grows;  // where exponents are not held
+  uint32 grows; // where exponents are not held
   uint32 store_floats, load_floats, value_biases;
   int dim_warp;
   __device__ __forceinline__ void start(uint32 shared) {
@@ -1382,12 +1378,12 @@ struct Addresses {
     if constexpr (WARP_PARTS > 1) first_unit += lane_part() * NEXT_PART * GROUP_UNITS;
     keys.start(own_tile * OWN_BYTES, row, first_unit);
     const int first_half = warp / DIM_WARPS * VALUE_HALVES;
-    const int tile = matrix / 2 / HALVES;  // the second half may be the next warp's
+    const int tile = matrix / 2 / HALVES; // the second half may be the next warp's
     values.start((first_half / HALVES + tile) * OWN_BYTES + VALUES_AT, row,
                  (matrix - tile * 2) * Values::UNITS + dim_warp * WARP_PIECES);
     const uint32 weights = shared + WEIGHTS_AT + row % USED * WEIGHT_ROW_BYTES;
     // A row of 8 tokens each: a lane's token i comes from all 8 rows of lanes.
-    if constexpr (WARP_PARTS > 1) {  // all tiles of columns at once
+    if constexpr (WARP_PARTS > 1) { // all tiles of columns at once
       const int index = lane_part() * KEPT + matrix % KEPT;
       store_weights = weights + matrix / KEPT % N_TILES * 8 * WEIGHT_ROW_BYTES +
                       (own_tile * TILE + index * 8) * 2;
@@ -1410,7 +1406,7 @@ struct Addresses {
                      (lane_row * LANE_TOKENS * VALUE_GROUPS + group_of_piece(dim_warp, 0)) *
                          bytes_of(VALUE_SCALE_TYPE);
     }
-    if constexpr (WARP_PARTS > 1 && BIAS_GROUPS == 1 && !ROUND_SCORES) {  // registers are left
+    if constexpr (WARP_PARTS > 1 && BIAS_GROUPS == 1 && !ROUND_SCORES) { // registers are left
       hold(store_weights);
       hold(load_weights);
       hold(key_scales);
@@ -1430,13 +1426,13 @@ struct Addresses {
 // Sums are in units of 2^maximum, for each column: a bound on the scores so far, with room above so
 // that it seldom has to be raised. Weights times V's scales are brought into the range of f16 by a
 // power of two for each group, which follows the largest finite scale.
-constexpr float HEADROOM = 2;  // log2 units
+constexpr float HEADROOM = 2; // log2 units
 constexpr int VALUE_HEADROOM = 1;
 constexpr int NO_VALUES = -120;          // below every exponent
-constexpr float SEEN = 1.17549435e-38f;  // 2^-126: lost in every sum that has a weight of note
+constexpr float SEEN = 1.17549435e-38f; // 2^-126: lost in every sum that has a weight of note
 struct Leaf {
   float out[SUMS][N_TILES][4];                 // times 2^(value_exponent + 10 - position)
-  float bias[BIAS_GROUPS][SETS][2 * N_TILES];  // this lane's part of the sum of weight * bias
+  float bias[BIAS_GROUPS][SETS][2 * N_TILES]; // this lane's part of the sum of weight * bias
   float maximum[2 * N_TILES];                  // the block's
   float sum[SETS][2 * N_TILES];                // this lane's part
   // Of the largest scale of V so far, with room above; the block's. Where registers are few, in
@@ -1491,7 +1487,7 @@ struct Leaf {
                                         uint32 stage, uint32 queries,
                                         const Addresses &where) const {
 #pragma unroll
-    for (int own = 0; own < LANE_PARTS; own++) {  // parts that the lane sums one after the other
+    for (int own = 0; own < LANE_PARTS; own++) { // parts that the lane sums one after the other
       float part_scores[LANE_TOKENS][N_TILES][2];
 #pragma unroll
       for (int g = 0; g < PART_GROUPS; g++) {
@@ -1506,7 +1502,7 @@ struct Leaf {
           }
         }
 #pragma unroll
-        for (int part = 0; part < SPLIT; part++) {  // parts that columns share
+        for (int part = 0; part < SPLIT; part++) { // parts that columns share
           multiply_keys(products, ((own + part) * PART_GROUPS + g) * GROUP_STEPS, GROUP_STEPS,
                         stage, queries, where);
         }
@@ -1560,7 +1556,7 @@ struct Leaf {
       for (int h = 0; h < HALVES; h++) {
         uint32 a[4];
         if constexpr (Keys::BY_UNITS) {
-          constexpr int STEPS = 8 / KEY_BITS;  // of a unit
+          constexpr int STEPS = 8 / KEY_BITS; // of a unit
           const int unit = step / STEPS, within = step % STEPS;
           if ((within == 0 && unit % 2 == 0) || step == first) {
             const uint32 address = stage + where.keys.at(h * 2 * Keys::UNITS + unit / 2 * 2);
@@ -1642,21 +1638,27 @@ struct Leaf {
       if constexpr (!ROUND_SCORES) highest[j] *= unit[j];
     }
   }
-  static __device__ __forceinline__ void largest_scales(float *largest, const ValueScales &scales) {
+  // unseen: bit i, that none of the lane's rows sees token i.
+  static __device__ __forceinline__ void largest_scales(float *largest, const ValueScales &scales,
+                                                        uint32 unseen) {
 #pragma unroll
     for (int g = 0; g < VALUE_GROUPS; g++) {
       largest[g] = 0;
 #pragma unroll
-      for (int i = 0; i < KEPT; i++) largest[g] = fmaxf(largest[g], fabsf(scales.at(i, g)));
+      for (int i = 0; i < KEPT; i++) {
+        const float scale = fabsf(scales.at(i, g));
+        if (!FEATURED || (unseen >> i & 1) == 0) largest[g] = fmaxf(largest[g], scale);
+      }
     }
   }
   __device__ __forceinline__ bool is_higher(const float (*scores)[N_TILES][2], const Queries &q,
-                                            const ValueScales &scales, uint32 shared) const {
+                                            const ValueScales &scales, uint32 unseen,
+                                            uint32 shared) const {
     float highest[2 * N_TILES], largest[VALUE_GROUPS];
     highest_of(highest, scores, q, shared);
     bool higher = false;
     if constexpr (HOLD_EXPONENTS) {
-      largest_scales(largest, scales);
+      largest_scales(largest, scales, unseen);
 #pragma unroll
       for (int g = 0; g < VALUE_GROUPS; g++)
         higher = higher || largest[g] >= power_of_two(value_exponent[g] + 1);
@@ -1711,13 +1713,13 @@ struct Leaf {
   // Moves maxima (whole log2 units) and the exponents of V's scales up to this step's. A barrier.
   // raised_buffer: RAISED_BUFFERS' turn.
   __device__ __forceinline__ void raise(const float (*scores)[N_TILES][2], const Queries &q,
-                                        uint32 scales_at, uint32 shared, const Addresses &where,
-                                        int &raised_buffer) {
+                                        uint32 scales_at, uint32 unseen, uint32 shared,
+                                        const Addresses &where, int &raised_buffer) {
     ValueScales scales;
     scales.load(scales_at + where.value_scales);
     float highest[2 * N_TILES], largest_scale[VALUE_GROUPS];
     highest_of(highest, scores, q, shared);
-    largest_scales(largest_scale, scales);
+    largest_scales(largest_scale, scales, unseen);
     const uint32 thread = thread_here();
     const int lane = thread & 31, c = lane & 3, warp = thread >> 5;
     const uint32 raised =
@@ -1738,16 +1740,17 @@ struct Leaf {
 #pragma unroll
       for (int g = 0; g < VALUE_GROUPS; g++) {
         float largest =
-            largest_scale[g] == infinity() ? largest_finite(scales, g) : largest_scale[g];
+            largest_scale[g] == infinity() ? largest_finite(scales, g, unseen) : largest_scale[g];
+        // Lanes beside each other have other rows, which may see other tokens.
 #pragma unroll
-        for (int distance = NEXT_ROW; distance < 32; distance *= 2)
+        for (int distance = FEATURED ? 1 : NEXT_ROW; distance < 32; distance *= 2)
           largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
         if (lane == 0)
           store_float_shared(raised + (warp * RAISED_WORDS + COLUMNS + g) * 4, largest);
       }
     }
     synchronize_warps();
-    const bool first = exponent(0, where) == NO_VALUES;  // nothing to rescale
+    const bool first = exponent(0, where) == NO_VALUES; // nothing to rescale
     if constexpr (RAISED_BUFFERS > 1) {                  // the other was read before the barrier
       raised_buffer ^= 1;
       clear_raised(shared, raised_buffer);
@@ -1934,7 +1937,7 @@ struct Leaf {
     int visible[2 * N_TILES];
     if constexpr (MASKED) Queries::load_visible(visible, shared);
 #pragma unroll
-    for (int i = 0; i < STEP / 8; i++) {  // a token of each row of lanes
+    for (int i = 0; i < STEP / 8; i++) { // a token of each row of lanes
       uint32 words[2 * N_TILES];
       load_words<N_TILES * 8>(words, where.load_floats + weights_at + i * 8 * FLOAT_ROW_BYTES);
       PerGroup<VALUE_SCALE_TYPE, 1, BIAS_GROUPS, VALUE_GROUPS> biases;
@@ -1956,7 +1959,7 @@ struct Leaf {
   // Adds the step's values to this warp's part of the output.
   __device__ __forceinline__ void add_values(uint32 stage, uint32 weights_at,
                                              const Addresses &where) {
-    constexpr int BATCH = VALUE_HALVES % 2 == 0 ? 2 : 1;  // halves at once
+    constexpr int BATCH = VALUE_HALVES % 2 == 0 ? 2 : 1; // halves at once
 #pragma unroll
     for (int first = 0; first < VALUE_HALVES; first += BATCH) {
       uint32 weights[N_TILES][4];
@@ -2048,7 +2051,7 @@ struct Leaf {
                                                 const KeyScales &scales, const KeyScales &biases) {
 #pragma unroll
     for (int i = 0; i < LANE_TOKENS; i++) {
-      float nothing = 0;  // or NaN
+      float nothing = 0; // or NaN
 #pragma unroll
       for (int g = 0; g < LANE_GROUPS; g++)
         nothing = fmaf(scales.at(i, g), 0.0f, fmaf(biases.at(i, g), 0.0f, nothing));
@@ -2059,10 +2062,12 @@ struct Leaf {
       }
     }
   }
-  static __device__ __forceinline__ float largest_finite(const ValueScales &scales, int group) {
+  static __device__ __forceinline__ float largest_finite(const ValueScales &scales, int group,
+                                                         uint32 unseen) {
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < KEPT; i++) {
+      if (FEATURED && (unseen >> i & 1) != 0) continue;
       const float scale = fabsf(scales.at(i, group));
       largest = fmaxf(largest, scale == infinity() ? 0.0f : scale);
     }
@@ -2100,7 +2105,7 @@ struct Leaf {
                            static_cast<int64>(sight_word(shared, 7, j)) << 32;
 #pragma unroll
       for (int i = 0; i < KEPT; i++) {
-        if (sight.end != 0x7fffffff && first + i < sight.end)
+        if (sight.end != UNUSED_ROW && first + i < sight.end)
           shown[i][j] = static_cast<uint8>(call.mask_array[offset + first + i]);
       }
     }
@@ -2109,7 +2114,7 @@ struct Leaf {
   static __device__ __forceinline__ void change_scores(float (*scores)[N_TILES][2],
                                                        const Queries &q, uint32 shared, int first) {
     if (!ROUND_SCORES && !changes_scores(*q.call)) return;
-    nyb_attention_arguments call;  // what the functions below look at, as far as it is constant
+    nyb_attention_arguments call; // what the functions below look at, as far as it is constant
     call.round_to = ROUND_SCORES ? QUERY_TYPE : F32;
     call.softcap = q.call->softcap;
     call.slopes = q.call->slopes;
@@ -2139,16 +2144,20 @@ struct Leaf {
     }
   }
   // -inf where a row does not see a token.
-  static __device__ __forceinline__ Hidden hide(float (*scores)[N_TILES][2],
+  static __device__ __forceinline__ Hidden hide(float (*scores)[N_TILES][2], uint32 &unseen,
                                                 const uint8 (*shown)[2 * N_TILES], uint32 shared,
                                                 int first) {
     Hidden hidden = 0;
+    unseen = (1u << KEPT) - 1;
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       const Sight sight = sight_of(shared, j);
 #pragma unroll
       for (int i = 0; i < KEPT; i++) {
-        if (sight.shows(first + i) && shown[i][j] != 0) continue;
+        if (sight.shows(first + i) && shown[i][j] != 0) {
+          if (sight.end != UNUSED_ROW) unseen &= ~(1u << i);
+          continue;
+        }
         scores[i][j / 2][j % 2] = -infinity();
         hidden |= 1u << (2 * N_TILES * i + j);
       }
@@ -2165,7 +2174,9 @@ struct Leaf {
     scales.load(stage + where.key_scales + KEY_SCALES_AT);
     biases.load(stage + where.key_scales + KEY_BIASES_AT);
     score(parts, q, scales, biases, stage, shared + QUERIES_AT, where);
-    if ((FEATURED ? masked : MASKED) || may_be_minus_infinity(parts)) poison(parts, scales, biases);
+    // A softcap would make a number of any infinite score.
+    const bool may_hide = FEATURED ? masked || q.call->softcap != 0.0f : MASKED;
+    if (may_hide || may_be_minus_infinity(parts)) poison(parts, scales, biases);
   }
   // The scores of the tokens that the lane keeps, from the sums of their parts.
   template <bool MASKED>
@@ -2191,6 +2202,7 @@ struct Leaf {
   }
   template <bool MASKED>
   __device__ __forceinline__ void score_tile(float (*scores)[N_TILES][2], Hidden &hidden,
+                                             uint32 &unseen,
                                              const Queries &q, uint32 stage, uint32 shared,
                                              int first, bool masked, const Addresses &where) const {
     uint8 shown[KEPT][2 * N_TILES];
@@ -2200,7 +2212,8 @@ struct Leaf {
     add_parts(scores, parts);
     if constexpr (FEATURED) {
       change_scores(scores, q, shared, first);
-      hidden = masked ? hide(scores, shown, shared, first) : 0;
+      hidden = unseen = 0;
+      if (masked) hidden = hide(scores, unseen, shown, shared, first);
       return;
     }
     finish_scores<MASKED>(scores, q, shared, first);
@@ -2244,12 +2257,13 @@ struct Leaf {
 
 // A step of tokens, between its scores and its values.
 struct Step {
-  uint32 stage, scales_at;  // where its copies are
+  uint32 stage, scales_at; // where its copies are
   uint32 weights_at;        // 0 or WEIGHT_STEP_BYTES
   int first;                // the lane's first token; the step's where two warps share a tile
   bool masked;              // FEATURED: some row may not see all of it
-  Hidden hidden;            // by what
-  float scores[KEPT][N_TILES][2], weights[KEPT][N_TILES][2];  // of the tokens that the lane keeps
+  Hidden hidden;            // from which rows
+  uint32 unseen;            // bit i: from all of the lane's
+  float scores[KEPT][N_TILES][2], weights[KEPT][N_TILES][2]; // of the tokens that the lane keeps
 
   __device__ __forceinline__ int first_of_lane() const {
     return WARP_PARTS == 1 ? first : first + tile_of_warp() * TILE + lane_token();
@@ -2257,7 +2271,7 @@ struct Step {
   template <bool MASKED>
   __device__ __forceinline__ void score(const Leaf &leaf, const Queries &q, uint32 shared,
                                         const Addresses &where) {
-    leaf.score_tile<MASKED>(scores, hidden, q, stage, shared, first_of_lane(), masked, where);
+    leaf.score_tile<MASKED>(scores, hidden, unseen, q, stage, shared, first_of_lane(), masked, where);
   }
   // The same in two, of two warps that share a tile.
   template <bool MASKED>
@@ -2289,12 +2303,11 @@ struct Step {
                                          const Addresses &where) const {
     ValueScales scales;
     if constexpr (HOLD_EXPONENTS) scales.load(scales_at + where.value_scales);
-    return leaf.is_higher(scores, q, scales, shared);
+    return leaf.is_higher(scores, q, scales, unseen, shared);
   }
 };
 
-// ---- Subtrees of leaves
-// ----------------------------------------------------------------------------
+// ---- Subtrees of leaves -------------------------------------------------------------------------
 
 // A warp holds its elements of a subtree's sums as the products leave them: columns 2 * (lane % 4)
 // and the next, the pieces' elements of row lane / 4.
@@ -2306,11 +2319,11 @@ struct Subtree {
 struct Combiner {
   uint32 shared;
   int rows;      // of this tile of query rows
-  uint32 valid;  // bit i: a subtree of 2^i leaves waits for its right neighbour
+  uint32 valid; // bit i: a subtree of 2^i leaves waits for its right neighbour
 
   // Lanes of columns that no query row uses keep nothing.
   static constexpr int COLUMN_LANES = ROWS <= 2 ? 1 : ROWS <= 4 ? 2 : 4;
-  static constexpr int KEEPERS = DIM_WARPS * 8 * COLUMN_LANES;  // threads
+  static constexpr int KEEPERS = DIM_WARPS * 8 * COLUMN_LANES; // threads
   static constexpr int CHUNKS = SUMS * N_TILES + N_TILES;       // of 16 bytes, of a thread
   static constexpr int EXCHANGE_BYTES = (TOKEN_WARPS - 1) * DIM_WARPS * 32 * SUMS * N_TILES * 16;
   static constexpr int WAITING_AT = EXCHANGE_AT + EXCHANGE_BYTES;
@@ -2534,7 +2547,7 @@ struct Combiner {
       tree.sum[2 * n] = statistics[2];
       tree.sum[2 * n + 1] = statistics[3];
     }
-    __syncwarp();  // before the room is used again
+    __syncwarp(); // before the room is used again
   }
   static __device__ __forceinline__ float *room_of(const nyb_decode_arguments &a, int64 pair,
                                                    int leaf) {
@@ -2602,7 +2615,7 @@ struct Combiner {
                                            int leaf, bool last) {
     int level = 0;
     while (level < LEVELS && (leaf >> level & 1) != 0 && (valid >> level & 1) != 0) {
-      Subtree left = tree;  // where nothing is kept
+      Subtree left = tree; // where nothing is kept
       take(left, level, room_of(a, pair, (leaf >> level << level) - (1 << level)));
       join(left, tree);
       valid &= ~(1u << level);
@@ -2613,10 +2626,10 @@ struct Combiner {
       keep(tree, level, room_of(a, pair, leaf >> level << level));
       return;
     }
-    if constexpr (WARP_PARTS > 1) synchronize_warps();  // what waited there has been taken
+    if constexpr (WARP_PARTS > 1) synchronize_warps(); // what waited there has been taken
     write(tree, a, pair, leaf >> level << level);
     if (!last) return;
-    while (valid != 0) {  // each begins right before what has been written
+    while (valid != 0) { // each begins right before what has been written
       const int left_level = __ffs(valid) - 1;
       leaf = (leaf >> level << level) - 1;
       level = left_level;
@@ -2639,7 +2652,7 @@ __device__ __forceinline__ void begin_leaf(Leaf &leaf, Step &step, const Queries
                                            const Addresses &where) {
   step.score<MASKED>(leaf, q, shared, where);
   int only_buffer = 0;
-  leaf.raise(step.scores, q, step.scales_at, shared, where, only_buffer);
+  leaf.raise(step.scores, q, step.scales_at, step.unseen, shared, where, only_buffer);
   step.weigh<MASKED>(leaf, q, shared, where);
   weighed(false);
 }
@@ -2655,7 +2668,7 @@ __device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, cons
   if (!first) step.weigh<MASKED>(leaf, q, shared, where);
   if (weighed(raises)) {
     int only_buffer = 0;
-    leaf.raise(step.scores, q, step.scales_at, shared, where, only_buffer);
+    leaf.raise(step.scores, q, step.scales_at, step.unseen, shared, where, only_buffer);
     step.weigh<MASKED>(leaf, q, shared, where);
     synchronize_warps();
   }
@@ -2764,7 +2777,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
       scale_stage = next_of<SCALE_STAGES>(scale_stage);
       buffer ^= 1;
     };
-    if constexpr (WARP_PARTS > 1) {  // one code for all steps: instruction caches are small
+    if constexpr (WARP_PARTS > 1) { // one code for all steps: instruction caches are small
       for (int index = 0; index < steps; index++) {
         const Step before = step;
         enter(index);
@@ -2773,7 +2786,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
                                 ? go_on_by_parts<false>(leaf, before, step, q, shared, where, first)
                                 : go_on_by_parts<true>(leaf, before, step, q, shared, where, first);
         if (weighed(raises)) {
-          leaf.raise(step.scores, q, step.scales_at, shared, where, raised_buffer);
+          leaf.raise(step.scores, q, step.scales_at, step.unseen, shared, where, raised_buffer);
           if (whole) {
             step.weigh<false>(leaf, q, shared, where);
           } else {
@@ -2782,7 +2795,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
           synchronize_warps();
         }
       }
-    } else if constexpr (FEATURED) {  // one code for all steps, as above
+    } else if constexpr (FEATURED) { // one code for all steps, as above
       for (int index = first_step; index < steps; index++) {
         Step before = step;
         enter(index);

@@ -22,7 +22,7 @@ __device__ __forceinline__ const nyb_attention_arguments &call_of(const Argument
 #else
 using Arguments = nyb_decode_arguments;
 __device__ __forceinline__ const nyb_decode_arguments &decode_of(const Arguments &a) { return a; }
-__device__ nyb_attention_arguments call_of(const Arguments &a);  // nowhere
+__device__ nyb_attention_arguments call_of(const Arguments &a); // nowhere
 #endif
 
 // A sequence from its start on, up to the last token that a query row sees.
@@ -69,7 +69,7 @@ __device__ __forceinline__ Sequence sequence_of(const Arguments &arguments, int 
 // same.
 struct Leaves {
   int keep, begin, end;
-  __device__ __forceinline__ Leaves() : keep(0), begin(0), end(0) {}  // none
+  __device__ __forceinline__ Leaves() : keep(0), begin(0), end(0) {} // none
   __device__ __forceinline__ Leaves(const Sequence &sequence, int leaf_tokens)
       : keep(0), begin(0), end((sequence.length + leaf_tokens - 1) / leaf_tokens) {
 #if FEATURED

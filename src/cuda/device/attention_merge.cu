@@ -8,7 +8,7 @@
 // lengths, so that lanes ask for all that they need at once, as soon as attention_decode is done.
 //
 // Parameters (-D): VALUE_DIM, COLUMNS, FEATURED (as in attention_decode).
-#define PLACED 0  // where tokens stand plays no part
+#define PLACED 0 // where tokens stand plays no part
 #include "attention_decode.cuh"
 
 #if !defined(VALUE_DIM) || !defined(COLUMNS)
@@ -19,6 +19,7 @@ constexpr int GROUP = NYB_MERGE_GROUP, ELEMENTS = NYB_MERGE_ELEMENTS;
 constexpr int WARP_GROUPS = NYB_MERGE_WARP_GROUPS, MAX_WARPS = NYB_MERGE_MAX_WARPS;
 constexpr int PARTS = VALUE_DIM / ELEMENTS, STATISTICS = NYB_DECODE_STATISTICS(COLUMNS);
 constexpr int MAX_ROUND_LEVELS = 24;
+constexpr float MOST = 3.40282347e38f; // of floats
 static_assert(VALUE_DIM % ELEMENTS == 0 && ELEMENTS == 4);
 
 // Of a subtree: elements of a row's output and its sum of weights, not divided yet.
@@ -78,7 +79,7 @@ __device__ __forceinline__ LeafCounts count_leaves(const Arguments &arguments, i
 
 // How lanes share rows: `sharers` lanes of a warp and `warps` warps the same elements.
 struct Place {
-  int sharers, warps;  // powers of two
+  int sharers, warps; // powers of two
   int items;           // of a warp: other elements
   int item, group;     // this lane's; group: among all that share its elements
   int warp;            // among those that share its elements
@@ -95,7 +96,7 @@ struct Place {
 struct Row {
   int batch, head, row, part;
   Sequence sequence;
-  Leaves leaves;  // none where there is no such row
+  Leaves leaves; // none where there is no such row
   uint32 first_unit;
   bool exists;
 };
@@ -120,7 +121,7 @@ __device__ __forceinline__ Row find_row(const Arguments &arguments, int item, ui
   }
   uint32 before = counted.before;
   for (int batch = first_batch; batch < row.batch; batch++) before += leaves_of(arguments, batch);
-  const uint32 pairs = a.kv_heads * a.row_tiles;  // of a sequence
+  const uint32 pairs = a.kv_heads * a.row_tiles; // of a sequence
   *units = counted.all * pairs;
   row.first_unit =
       before * pairs + (row.head * a.row_tiles + row.row / COLUMNS) * row.leaves.count();
@@ -139,7 +140,7 @@ __device__ __forceinline__ uint32 begins_of(const nyb_decode_arguments &a, const
       leaf = row.leaves.begin;
       continue;
     }
-    if (leaf >= end) {  // up to here, a block of threads has added neighbours
+    if (leaf >= end) { // up to here, a block of threads has added neighbours
       const uint32 unit = row.first_unit + row.leaves.index_of(leaf);
       end = static_cast<int>(
           min(runs.end_at(unit) - unit + leaf, static_cast<uint32>(row.leaves.piece_end(leaf))));
@@ -161,23 +162,27 @@ __device__ __forceinline__ void store(const Arguments &arguments, const Row &row
   // A row that sees tokens, but scores of -inf only, is 0/0.
 #if FEATURED
   const nyb_attention_arguments &call = call_of(arguments);
-  bool seen = !(total.sum == 0.0f);
-  if (highest == -infinity()) total.sum = 0.0f;  // what said that tokens were seen
-  if (call.sinks != nullptr) {                   // a token more, without a value
-    const float sink = call.sinks[query_head] * 1.44269504088896341f;
-    const float both = highest > sink ? highest : sink;  // or NaN, where the sink is
-    if (both != -infinity()) {
-      const float keep = exp2f(highest - both);
+  bool seen = !(total.sum == 0.0f), sink_alone = false;
+  // What said that tokens were seen; a NaN stays one.
+  if (highest == -infinity() && total.sum == total.sum) total.sum = 0.0f;
+  const float sink = call.sinks != nullptr ? call.sinks[query_head] : -infinity();
+  float own = sink * 1.44269504088896341f; // a token more, without a value
+  if (fabsf(sink) < infinity()) own = fminf(fmaxf(own, -MOST), MOST);
+  const float both = highest > own ? highest : own; // or NaN, where the sink is
+  if (call.sinks != nullptr && both != -infinity()) {
+    const float keep = exp2f(highest - both);
 #pragma unroll
-      for (int j = 0; j < ELEMENTS; j++) total.out[j] *= keep;
-      total.sum = total.sum * keep + exp2f(sink - both);
-      highest = both;
-      seen = seen || total.sum != 0.0f;
-    }
+    for (int j = 0; j < ELEMENTS; j++) total.out[j] *= keep;
+    total.sum = total.sum * keep + exp2f(own - both);
+    highest = both;
+    seen = seen || total.sum != 0.0f;
+    sink_alone = keep == 0.0f && total.sum == 1.0f;
   }
 #else
   const int length = row.sequence.length;
   const bool seen = (a.causal != 0 ? length - a.query_len + query + 1 : length) > 0;
+  const bool sink_alone = false;
+  const float sink = 0;
 #endif
   uint32 words[ELEMENTS / 2];
 #pragma unroll
@@ -197,7 +202,9 @@ __device__ __forceinline__ void store(const Arguments &arguments, const Row &row
   if (row.part == 0 && a.lse != nullptr) {
     float *lse = reinterpret_cast<float *>(a.lse + row.batch * a.lse_stride[0] +
                                            query_head * a.lse_stride[1] + query * a.lse_stride[2]);
-    *lse = seen ? (highest + log2f(total.sum)) * 0.693147180559945309f : -infinity();
+    *lse = sink_alone ? sink
+           : seen     ? (highest + log2f(total.sum)) * 0.693147180559945309f
+                      : -infinity();
   }
 }
 
@@ -207,7 +214,7 @@ __device__ __forceinline__ Part add_warps(const Place &place, const Part &own) {
   __shared__ Part of_warp[MAX_WARPS][32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int index = lane % place.items, sharer = lane / place.items;
-  __syncthreads();  // the round before has been read
+  __syncthreads(); // the round before has been read
   if (sharer == 0) of_warp[warp][index] = own;
   __syncthreads();
   const int each = (place.warps + place.sharers - 1) / place.sharers;
@@ -225,7 +232,7 @@ static_assert(MAX_WARPS <= 2 * WARP_GROUPS);
 __device__ __forceinline__ float highest_of_warps(const Place &place, float own) {
   __shared__ float of_warp[MAX_WARPS][32];
   const int index = threadIdx.x % place.items, warp = threadIdx.x / 32;
-  of_warp[warp][index] = own;  // all that share it in a warp have the same
+  of_warp[warp][index] = own; // all that share it in a warp have the same
   __syncthreads();
   float highest = -infinity();
   for (int i = 0; i < place.warps; i++)
@@ -274,7 +281,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   float highest = -infinity();
-  for (int round = rounds - 1;; round--) {  // ends with the first, whose values stay
+  for (int round = rounds - 1;; round--) { // ends with the first, whose values stay
     load(round, begins);
 #pragma unroll
     for (int i = 0; i < GROUP; i++) highest = fmaxf(highest, maximum[i]);
@@ -314,7 +321,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
     }
   }
   if (place.group != 0 || !row.exists) return;
-  if (rounds > 1) {  // what is left, from the right
+  if (rounds > 1) { // what is left, from the right
     const int lowest = __ffs(rounds) - 1;
     total = waiting[lowest];
     for (int level = lowest + 1; level < MAX_ROUND_LEVELS; level++) {
