@@ -405,7 +405,7 @@ constexpr int DIM_WARPS = NYB_DECODE_DIM_WARPS(VALUE_DIM, VALUE_BITS, VALUE_GROU
 constexpr int TOKEN_WARPS = WARPS / DIM_WARPS;
 constexpr int WARP_PIECES = PIECES / DIM_WARPS;
 constexpr int VALUE_HALVES = STEP / TOKEN_WARPS / 16; // that a warp sums
-constexpr int SUMS = WARP_PIECES * PIECE_SUMS;         // tiles of the products' M side
+constexpr int SUMS = WARP_PIECES * PIECE_SUMS;        // tiles of the products' M side
 static_assert(PIECE_LANE_DIMS == 2 * PIECE_SUMS);
 
 // Step `step` of the products along head_dim: which of its elements a lane holds in slot 0 to 3,
@@ -657,7 +657,7 @@ struct Copies {
   uint32 units_left; // this one included
   int step, steps, tokens_left;
   const char *codes, *scales, *biases; // of the step; PLACED: of the head's first row
-  uint32 offset[LANE_CHUNKS];           // where the lane's chunks of a tile go
+  uint32 offset[LANE_CHUNKS];          // where the lane's chunks of a tile go
   Shift shift;                          // PLACED
   // Pages: of each run of the leaf a lane knows where it is, and the page of the next leaf's.
   const char *run_codes, *run_scales, *run_biases;
@@ -1087,7 +1087,7 @@ struct SeenWhole {
 };
 struct SeenUntil {
   const int *visible;
-  int first; // the lane's first token
+  int first;               // the lane's first token
   __device__ __forceinline__ SeenUntil(const int *ends, int token) : visible(ends), first(token) {}
   __device__ __forceinline__ bool shows(int i, int j) const { return first + i < visible[j]; }
 };
@@ -1428,13 +1428,13 @@ struct Addresses {
 // power of two for each group, which follows the largest finite scale.
 constexpr float HEADROOM = 2; // log2 units
 constexpr int VALUE_HEADROOM = 1;
-constexpr int NO_VALUES = -120;          // below every exponent
+constexpr int NO_VALUES = -120; // below every exponent
 constexpr float SEEN = 1.17549435e-38f; // 2^-126: lost in every sum that has a weight of note
 struct Leaf {
-  float out[SUMS][N_TILES][4];                 // times 2^(value_exponent + 10 - position)
+  float out[SUMS][N_TILES][4];           // times 2^(value_exponent + 10 - position)
   float bias[BIAS_GROUPS][SETS][2 * N_TILES]; // this lane's part of the sum of weight * bias
-  float maximum[2 * N_TILES];                  // the block's
-  float sum[SETS][2 * N_TILES];                // this lane's part
+  float maximum[2 * N_TILES];            // the block's
+  float sum[SETS][2 * N_TILES];          // this lane's part
   // Of the largest scale of V so far, with room above; the block's. Where registers are few, in
   // shared memory, at `grows` of the warp: the bits of 2^(14 - exponent), which weigh() multiplies
   // scales with.
@@ -2258,7 +2258,7 @@ struct Leaf {
 // A step of tokens, between its scores and its values.
 struct Step {
   uint32 stage, scales_at; // where its copies are
-  uint32 weights_at;        // 0 or WEIGHT_STEP_BYTES
+  uint32 weights_at;       // 0 or WEIGHT_STEP_BYTES
   int first;                // the lane's first token; the step's where two warps share a tile
   bool masked;              // FEATURED: some row may not see all of it
   Hidden hidden;            // from which rows
@@ -2318,13 +2318,13 @@ struct Subtree {
 
 struct Combiner {
   uint32 shared;
-  int rows;      // of this tile of query rows
+  int rows;     // of this tile of query rows
   uint32 valid; // bit i: a subtree of 2^i leaves waits for its right neighbour
 
   // Lanes of columns that no query row uses keep nothing.
   static constexpr int COLUMN_LANES = ROWS <= 2 ? 1 : ROWS <= 4 ? 2 : 4;
   static constexpr int KEEPERS = DIM_WARPS * 8 * COLUMN_LANES; // threads
-  static constexpr int CHUNKS = SUMS * N_TILES + N_TILES;       // of 16 bytes, of a thread
+  static constexpr int CHUNKS = SUMS * N_TILES + N_TILES;      // of 16 bytes, of a thread
   static constexpr int EXCHANGE_BYTES = (TOKEN_WARPS - 1) * DIM_WARPS * 32 * SUMS * N_TILES * 16;
   static constexpr int WAITING_AT = EXCHANGE_AT + EXCHANGE_BYTES;
   static constexpr int SHARED_BYTES =

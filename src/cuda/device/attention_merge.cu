@@ -19,7 +19,6 @@ constexpr int GROUP = NYB_MERGE_GROUP, ELEMENTS = NYB_MERGE_ELEMENTS;
 constexpr int WARP_GROUPS = NYB_MERGE_WARP_GROUPS, MAX_WARPS = NYB_MERGE_MAX_WARPS;
 constexpr int PARTS = VALUE_DIM / ELEMENTS, STATISTICS = NYB_DECODE_STATISTICS(COLUMNS);
 constexpr int MAX_ROUND_LEVELS = 24;
-constexpr float MOST = 3.40282347e38f; // of floats
 static_assert(VALUE_DIM % ELEMENTS == 0 && ELEMENTS == 4);
 
 // Of a subtree: elements of a row's output and its sum of weights, not divided yet.
@@ -80,9 +79,9 @@ __device__ __forceinline__ LeafCounts count_leaves(const Arguments &arguments, i
 // How lanes share rows: `sharers` lanes of a warp and `warps` warps the same elements.
 struct Place {
   int sharers, warps; // powers of two
-  int items;           // of a warp: other elements
-  int item, group;     // this lane's; group: among all that share its elements
-  int warp;            // among those that share its elements
+  int items;          // of a warp: other elements
+  int item, group;    // this lane's; group: among all that share its elements
+  int warp;           // among those that share its elements
   __device__ __forceinline__ explicit Place(int groups)
       : sharers(min(groups, WARP_GROUPS)), warps(groups / sharers), items(32 / sharers) {
     const int lane = threadIdx.x % 32, own_warp = threadIdx.x / 32;
@@ -167,6 +166,7 @@ __device__ __forceinline__ void store(const Arguments &arguments, const Row &row
   if (highest == -infinity() && total.sum == total.sum) total.sum = 0.0f;
   const float sink = call.sinks != nullptr ? call.sinks[query_head] : -infinity();
   float own = sink * 1.44269504088896341f; // a token more, without a value
+  constexpr float MOST = 3.40282347e38f; // of floats
   if (fabsf(sink) < infinity()) own = fminf(fmaxf(own, -MOST), MOST);
   const float both = highest > own ? highest : own; // or NaN, where the sink is
   if (call.sinks != nullptr && both != -infinity()) {
