@@ -29,7 +29,7 @@
    : NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 4096   ? 1 \
                                                            : 0)
 
-/* How the output's elements are shared between warps: see attention_decode.cu. */
+/* How the output's elements are shared between warps: see attention_decode_layout.cuh. */
 #define NYB_DECODE_BY_UNITS(dim, bits, group)                                     \
   (((bits) == 2 || (bits) == 4 || (bits) == 8) && (dim) * (bits) / 8 % 16 == 0 && \
    (group) * (bits) % 128 == 0)

@@ -9,7 +9,7 @@
 //
 // Parameters (-D): VALUE_DIM, COLUMNS, FEATURED (as in attention_decode).
 #define PLACED 0 // where tokens stand plays no part
-#include "attention_decode.cuh"
+#include "attention_decode_leaves.cuh"
 
 #if !defined(VALUE_DIM) || !defined(COLUMNS)
 #error "a parameter of attention_merge is missing"

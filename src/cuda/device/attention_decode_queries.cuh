@@ -1,0 +1,310 @@
+// SPDX-License-Identifier: Apache-2.0
+// Query rows: what each sees of the tokens, and their elements as the products take them.
+#pragma once
+
+#include "attention_decode_copies.cuh"
+
+// ---- What a query row sees ----------------------------------------------------------------------
+
+// Of FEATURED: whether scores are more than products, and what a row of the tile must know for it.
+__device__ __forceinline__ bool changes_scores(const nyb_attention_arguments &call) {
+  return call.softcap != 0.0f || call.slopes != nullptr;
+}
+constexpr int UNUSED_ROW = 0x7fffffff; // where such a one's sight ends
+struct Sight {
+  int end, begin, keep_end; // sees [begin, end), and before keep_end
+  int position;
+  float slope, unit; // natural units of the products' unit
+  int64 mask_offset; // to its row of the mask's array
+
+  // row: of the tile's KV head, or -1: one that is not in use, and sees all.
+  __device__ __forceinline__ void find(const Arguments &arguments, const Position &at, int row,
+                                       int first_head, float natural_unit) {
+    const nyb_decode_arguments &a = decode_of(arguments);
+    const nyb_attention_arguments &call = call_of(arguments);
+    const nyb_sequence sequence = nyb_sequence_of(&call, at.batch);
+    const int used = max(row, 0), head = first_head + used / a.query_len;
+    const int query_row = used % a.query_len;
+    const nyb_row_sight of_row = nyb_row_sight_of(&call, &sequence, query_row);
+    end = row < 0 ? UNUSED_ROW : of_row.end;
+    begin = row < 0 ? 0 : of_row.begin;
+    keep_end = row < 0 ? 0x7fffffff : of_row.keep_end;
+    position = static_cast<int>(nyb_position_of(&call, &sequence, query_row));
+    slope = call.slopes != nullptr ? call.slopes[head] : 0.0f;
+    unit = natural_unit;
+    mask_offset =
+        call.mask_kind != 0 ? nyb_mask_offset(&call, &sequence, at.batch, head, query_row) : 0;
+  }
+  static __device__ __forceinline__ uint32 word_of(uint32 shared, int word, int column) {
+    return shared + VISIBLE_AT + (word * COLUMNS + column) * 4;
+  }
+  __device__ __forceinline__ void store(uint32 shared, int column) const {
+    const uint32 words[8] = {
+        static_cast<uint32>(end),         static_cast<uint32>(begin),
+        static_cast<uint32>(keep_end),    static_cast<uint32>(position),
+        __float_as_uint(slope),           __float_as_uint(unit),
+        static_cast<uint32>(mask_offset), static_cast<uint32>(mask_offset >> 32)};
+#pragma unroll
+    for (int word = 0; word < 8; word++)
+      store_float_shared(word_of(shared, word, column), __uint_as_float(words[word]));
+  }
+  __device__ __forceinline__ bool shows(int token) const {
+    return token < end && (token < keep_end || token >= begin);
+  }
+};
+
+// Which of its tokens a lane's columns see, token i and column j: all; those before a token; all
+// but some, which have bit 2 * N_TILES * i + j.
+using Hidden = uint32;
+struct SeenWhole {
+  __device__ __forceinline__ bool shows(int, int) const { return true; }
+};
+struct SeenUntil {
+  const int *visible;
+  int first;               // the lane's first token
+  __device__ __forceinline__ SeenUntil(const int *ends, int token) : visible(ends), first(token) {}
+  __device__ __forceinline__ bool shows(int i, int j) const { return first + i < visible[j]; }
+};
+struct SeenBut {
+  Hidden hidden;
+  __device__ __forceinline__ explicit SeenBut(Hidden bits) : hidden(bits) {}
+  __device__ __forceinline__ bool shows(int i, int j) const {
+    return (hidden >> (2 * N_TILES * i + j) & 1) == 0;
+  }
+};
+
+// ---- The query rows of a pair -------------------------------------------------------------------
+
+// The elements that a lane holds come in runs of so many neighbours.
+constexpr int QUERY_RUN = Keys::BY_UNITS ? 32 / KEY_BITS : KEY_LANE_DIMS;
+
+struct Queries {
+  const nyb_attention_arguments *call; // FEATURED
+  // Of columns 2 * (lane % 4) and the next.
+  float sum[HOLD_SUMS ? LANE_SUMS : 1][2 * N_TILES]; // of a group of the lane's parts, in the
+                                                      // products' unit
+  float held_unit[HOLD_UNITS ? 2 * N_TILES : 1];      // products' unit times this: log2 units
+                                                  // (ROUND_SCORES: natural ones)
+  int visible_to_all; // [0, this), of FEATURED only what is behind begin_of_all or before
+                       // keep_of_all
+  int begin_of_all, keep_of_all;
+
+  // The N side of two steps: words for step `step` (even) and the next, for each tile of columns.
+  static __device__ __forceinline__ uint32 fragment_address(uint32 queries, int step, int n) {
+    return queries + (((step / 2) * N_TILES + n) * 32 + (threadIdx.x & 31)) * 16;
+  }
+
+  // The block's warps bring a share of the steps each to f16. Ends with a barrier.
+  __device__ __forceinline__ void load(const Arguments &arguments, const Position &at,
+                                       uint32 shared) {
+    const nyb_decode_arguments &a = decode_of(arguments);
+    constexpr int SHARE = (KEY_STEPS + 2 * WARPS - 1) / (2 * WARPS); // pairs of steps of a warp
+    const uint32 thread = thread_here();
+    const int lane = thread & 31, c = lane & 3, warp = thread >> 5;
+    const uint32 queries = shared + QUERIES_AT;
+    const uint32 maxima = shared + QUERY_SCRATCH_AT, poisons = maxima + WARPS * COLUMNS * 4;
+    const uint32 step_sums = poisons + WARPS * COLUMNS * 4;
+    const int head = at.pair / a.row_tiles, first_row = at.pair % a.row_tiles * COLUMNS;
+    const int rows = a.heads_per_kv * a.query_len;
+    const float scale = ROUND_SCORES ? round_to<QUERY_TYPE>(a.scale) : a.scale;
+    // Steps 2 * (warp + i * WARPS) and the next; slots 0 and 2, then 1 and 3.
+    uint32 words[N_TILES][SHARE][2][2];
+    const auto step_of = [&](int i, int t) { return 2 * (warp + i * WARPS) + t; };
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      const int row = first_row + (n * 8 + (lane >> 2)) % USED;
+      const int query_head = head * a.heads_per_kv + row / a.query_len;
+      const char *q = a.q + at.batch * a.q_stride[0] + query_head * a.q_stride[1] +
+                      row % a.query_len * a.q_stride[2];
+#pragma unroll
+      for (int i = 0; i < SHARE; i++) {
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+#pragma unroll
+          for (int slot = 0; slot < 2; slot++) {
+            const int index = key_lane_element(step_of(i, t), slot);
+            const char *from =
+                q + (index / QUERY_RUN * QUERY_RUN * 4 + c * QUERY_RUN + index % QUERY_RUN) * 2;
+            uint32 &word = words[n][i][t][slot];
+            word = 0;
+            if (row >= rows || step_of(i, t) >= KEY_STEPS) continue;
+            if constexpr (PACKED) {
+              word = *reinterpret_cast<const uint32 *>(from);
+            } else {
+              word = reinterpret_cast<const uint16 *>(from)[0] |
+                     static_cast<uint32>(reinterpret_cast<const uint16 *>(from)[1]) << 16;
+            }
+          }
+        }
+      }
+    }
+    const auto element = [&](int n, int i, int t, int slot) {
+      const uint32 word = words[n][i][t][slot % 2];
+      const float value = slot < 2 ? low_of<QUERY_TYPE>(word) : high_of<QUERY_TYPE>(word);
+      if constexpr (ROUND_SCORES) return round_to<QUERY_TYPE>(value * scale);
+      return a.scale < 0 ? -value : value;
+    };
+    // A row is brought to below 2^15, by a power of two, so that f16 holds it.
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      float largest = 0, poison = 0; // 0, or NaN where an element is not finite
+#pragma unroll
+      for (int i = 0; i < SHARE * 8; i++) {
+        const float value = element(n, i / 8, i / 4 % 2, i % 4);
+        largest = fmaxf(largest, fabsf(value));
+        poison = fmaf(value, 0.0f, poison);
+      }
+#pragma unroll
+      for (int distance = 1; distance < 4; distance *= 2) {
+        poison += __shfl_xor_sync(~0u, poison, distance);
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
+      }
+      const int at_row = (warp * COLUMNS + n * 8 + (lane >> 2)) * 4;
+      if (c == 0) {
+        store_float_shared(maxima + at_row, largest);
+        store_float_shared(poisons + at_row, poison);
+      }
+    }
+    synchronize_warps();
+    visible_to_all = at.length;
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      const int row = first_row + (n * 8 + (lane >> 2)) % USED;
+      float largest = 0, poison = 0;
+#pragma unroll
+      for (int w = 0; w < WARPS; w++) {
+        const int at_row = (w * COLUMNS + n * 8 + (lane >> 2)) * 4;
+        largest = fmaxf(largest, load_float_shared(maxima + at_row));
+        poison += load_float_shared(poisons + at_row);
+      }
+      const int exponent = largest > 0 ? max(exponent_of(largest), -100) : 0;
+      const float shrink = power_of_two(14 - exponent) + poison;
+#pragma unroll
+      for (int i = 0; i < SHARE; i++) {
+#pragma unroll
+        for (int t = 0; t < 2; t++) {
+          const int step = step_of(i, t);
+          if (KEY_STEPS % (2 * WARPS) != 0 && step >= KEY_STEPS) break;
+          float slots[4], sum_of_step = 0;
+#pragma unroll
+          for (int slot = 0; slot < 4; slot++) {
+            const float value = element(n, i, t, slot) * shrink;
+            sum_of_step += value;
+            slots[slot] = value * power_of_two(-key_position(step, slot));
+          }
+          const bool mine = SPLIT == 1 || (lane >> 2) / USED == step / (KEY_STEPS / SPLIT);
+          asm volatile("st.shared.v2.b32 [%0], {%1,%2};" ::"r"(fragment_address(queries, step, n) +
+                                                               step % 2 * 8),
+                       "r"(mine ? pack_f16(slots[0], slots[1]) : 0),
+                       "r"(mine ? pack_f16(slots[2], slots[3]) : 0)
+                       : "memory");
+          sum_of_step += __shfl_xor_sync(~0u, sum_of_step, 1);
+          sum_of_step += __shfl_xor_sync(~0u, sum_of_step, 2);
+          if (c == 0) {
+            store_float_shared(step_sums + (step * COLUMNS + n * 8 + (lane >> 2)) * 4,
+                               sum_of_step * power_of_two(-24));
+          }
+        }
+      }
+      // Not 0: hidden scores are -inf times it.
+      const auto unit_of = [&](float factor) {
+        return fmaxf(factor * power_of_two(min(exponent + 10, 127)) *
+                         power_of_two(max(exponent + 10 - 127, 0)),
+                     power_of_two(-126));
+      };
+      float own_unit = unit_of(ROUND_SCORES ? 1.0f : fabsf(a.scale) * 1.44269504088896341f);
+      int own_visible = at.length;
+      if (a.causal != 0) own_visible = max(at.length - a.query_len + row % a.query_len + 1, 0);
+      if (row >= rows) own_visible = 0x7fffffff;
+#if FEATURED
+      const float natural_unit = ROUND_SCORES ? own_unit : unit_of(fabsf(a.scale));
+      Sight sight;
+      sight.find(arguments, at, row < rows ? row : -1, head * a.heads_per_kv, natural_unit);
+      own_visible = sight.end;
+      if (c == 0 && warp == 0) sight.store(shared, n * 8 + (lane >> 2));
+      if (changes_scores(call_of(arguments)) && !ROUND_SCORES) own_unit = 1;
+      int last_begin = sight.begin, least_keep = sight.keep_end;
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2) {
+        last_begin = max(last_begin, __shfl_xor_sync(~0u, last_begin, distance));
+        least_keep = min(least_keep, __shfl_xor_sync(~0u, least_keep, distance));
+      }
+      begin_of_all = n == 0 ? last_begin : max(begin_of_all, last_begin);
+      keep_of_all = n == 0 ? least_keep : min(keep_of_all, least_keep);
+#else
+      if (c == 0 && warp == 0) {
+        asm volatile(
+            "st.shared.b32 [%0], %1;" ::"r"(shared + VISIBLE_AT + (n * 8 + (lane >> 2)) * 4),
+            "r"(own_visible)
+            : "memory");
+        if constexpr (!HOLD_UNITS)
+          store_float_shared(shared + UNITS_AT + (n * 8 + (lane >> 2)) * 4, own_unit);
+      }
+#endif
+      int least = own_visible;
+#pragma unroll
+      for (int distance = 4; distance < 32; distance *= 2)
+        least = min(least, __shfl_xor_sync(~0u, least, distance));
+      visible_to_all = min(visible_to_all, least);
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const int from = (2 * c + j) % USED * 4;
+        if constexpr (HOLD_UNITS) held_unit[2 * n + j] = __shfl_sync(~0u, own_unit, from);
+      }
+    }
+    synchronize_warps();
+    const auto total = [&](int group, int column) {
+      float all = 0;
+#pragma unroll
+      for (int step = 0; step < GROUP_STEPS; step++)
+        all += load_float_shared(step_sums + ((group * GROUP_STEPS + step) * COLUMNS + column) * 4);
+      return all;
+    };
+    if constexpr (HOLD_SUMS) {
+#pragma unroll
+      for (int g = 0; g < LANE_SUMS; g++) {
+#pragma unroll
+        for (int j = 0; j < 2 * N_TILES; j++)
+          sum[g][j] = total(lane_part() * NEXT_PART + g, j / 2 * 8 + 2 * c % USED + j % 2);
+      }
+    } else {
+      for (int i = thread; i < SUM_GROUPS * COLUMNS; i += WARPS * 32)
+        store_float_shared(shared + QUERY_SUMS_AT + i * 4, total(i / COLUMNS, i % COLUMNS));
+      synchronize_warps();
+    }
+  }
+  // Of columns 2 * (lane % 4), the next, and those 8 on.
+  static __device__ __forceinline__ void load_visible(int *visible, uint32 shared) {
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      const int column = j / 2 * 8 + 2 * (threadIdx.x & 3) % USED + j % 2;
+      visible[j] = static_cast<int>(load_word(shared + VISIBLE_AT + column * 4));
+    }
+  }
+  __device__ __forceinline__ void load_units(float *unit, uint32 shared) const {
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      if constexpr (HOLD_UNITS) {
+        unit[2 * n] = held_unit[2 * n];
+        unit[2 * n + 1] = held_unit[2 * n + 1];
+      } else {
+        asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];"
+                     : "=f"(unit[2 * n]), "=f"(unit[2 * n + 1])
+                     : "r"(shared + UNITS_AT + (n * 8 + 2 * (threadIdx.x & 3)) * 4));
+      }
+    }
+  }
+  // Of columns 2 * (lane % 4) + 8 * n and the next.
+  __device__ __forceinline__ void sums_of(float *pair, int g, int n, uint32 queries) const {
+    if constexpr (HOLD_SUMS) {
+      pair[0] = sum[g][2 * n];
+      pair[1] = sum[g][2 * n + 1];
+    } else {
+      const int column = n * 8 + 2 * (threadIdx.x & 3) % USED;
+      asm volatile(
+          "ld.shared.v2.f32 {%0,%1}, [%2];"
+          : "=f"(pair[0]), "=f"(pair[1])
+          : "r"(queries + QUERY_BYTES + ((lane_part() * NEXT_PART + g) * COLUMNS + column) * 4));
+    }
+  }
+};
