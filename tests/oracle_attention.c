@@ -530,6 +530,7 @@ static void add_f16_weight_errors(const oracle_attention *a, const row_state *ro
   for (int64_t n = 0; n < row->visible; n++) largest = fmax(largest, row->probability[n]);
   const double subnormal = 0x1p-35 * largest * a->values->largest;
   for (int64_t n = 0; n < row->visible; n++) {
+    if (is_hidden(row->bias, n)) continue;
     for (int64_t d = 0; d < dim; d++) {
       error[d] += row->probability[n] * a->values->scaled[n * dim + d] * 0x1.01p-11 + subnormal;
     }
@@ -543,6 +544,7 @@ static void add_f16_tile_errors(const oracle_attention *a, const row_state *row,
   for (int64_t n = 0; n < row->visible; n++) largest = fmax(largest, row->probability[n]);
   const double subnormal = 0x1p-38 * largest * a->values->largest; /* weights reach 2^14 */
   for (int64_t n = 0; n < row->visible; n++) {
+    if (is_hidden(row->bias, n)) continue;
     const double p = row->probability[n];
     for (int64_t d = 0; d < dim; d++) {
       const double value = a->values->value[n * dim + d];
