@@ -664,15 +664,17 @@ __device__ __forceinline__ void load_eight(const Rows &rows, int token, int bloc
 }
 
 // Calls body(token in tile, block) for every unit that was left out of a tile, in a fixed order.
-// any[warp] has a bit for each round in which that warp left some.
+// What is told of a stage is read by lane 0 alone, which is the one that gives the stage back:
+// compute-sanitizer takes a barrier to order only what the arriving thread itself has read.
 template <class SIDE, class BODY>
-__device__ __forceinline__ void for_left_units(const uint32 (&any)[4], uint32 masks, BODY body) {
+__device__ __forceinline__ void for_left_units(uint32 any, uint32 masks, BODY body) {
 #pragma unroll 1
   for (int word = 0; word < SIDE::ROUNDS * 4; word++) {
     const int warp = word & 3, round = word >> 2;
-    const uint32 rounds = warp == 0 ? any[0] : warp == 1 ? any[1] : warp == 2 ? any[2] : any[3];
-    if (!(rounds >> round & 1)) continue;
-    uint32 left = load_shared(masks + word * 4);
+    uint32 left = 0;
+    if ((threadIdx.x & 31) == 0 && (load_shared(any + warp * 4) >> round & 1) != 0)
+      left = load_shared(masks + word * 4);
+    left = __shfl_sync(0xffffffffu, left, 0);
 #pragma unroll 1
     while (left != 0) {
       const int thread = warp * 32 + __ffs(static_cast<int>(left)) - 1;
@@ -683,7 +685,7 @@ __device__ __forceinline__ void for_left_units(const uint32 (&any)[4], uint32 ma
   }
 }
 
-__device__ __forceinline__ void add_left_keys(const Rows &keys, const uint32 (&any)[4], uint32 masks,
+__device__ __forceinline__ void add_left_keys(const Rows &keys, uint32 any, uint32 masks,
                                               uint32 queries, int row, float (&scores)[SCORES]) {
   const int lane = threadIdx.x & 31, quad = lane & 3;
   for_left_units<Keys>(any, masks, [&](int token, int block) {
@@ -714,8 +716,7 @@ __device__ __forceinline__ void add_left_keys(const Rows &keys, const uint32 (&a
   });
 }
 
-__device__ __forceinline__ void add_left_values(const Rows &values, const uint32 (&any)[4],
-                                                uint32 masks,
+__device__ __forceinline__ void add_left_values(const Rows &values, uint32 any, uint32 masks,
                                                 const uint32 (&weights)[SCORES / 2],
                                                 float (&output)[OUTPUTS]) {
   const int lane = threadIdx.x & 31, quad = lane & 3;
@@ -963,14 +964,16 @@ __device__ __forceinline__ void hide_scores(const nyb_prefill_arguments &argumen
   }
 }
 
-// One lane tells for its warp that a stage has been read: by all lanes, since they have met.
-__device__ __forceinline__ void warp_has_read(uint32 barrier) {
-  __syncwarp();
-  if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
+// Whether the warps that unpacked a tile have left any units out: a word of each says so.
+__device__ __forceinline__ bool any_left(uint32 any) {
+  uint32 warps[4] = {0, 0, 0, 0};
+  if ((threadIdx.x & 31) == 0) load_shared(any, warps);
+  return __any_sync(0xffffffffu, (warps[0] | warps[1] | warps[2] | warps[3]) != 0);
 }
 
-__device__ __forceinline__ bool any_left(const uint32 (&warps)[4]) {
-  return (warps[0] | warps[1] | warps[2] | warps[3]) != 0;
+__device__ __forceinline__ void give_back(uint32 barrier) {
+  __syncwarp();  // no lane still waits for products of the stage
+  if ((threadIdx.x & 31) == 0) barrier_arrive(barrier);
 }
 
 __device__ __forceinline__ void sum_over_quad(State (&state)[2]) {
@@ -993,8 +996,7 @@ __device__ __forceinline__ void take_scores(const nyb_prefill_arguments &argumen
                                             int tile, int stage, int group, int unmasked_tiles,
                                             Accumulators &my, float (&keep)[2]) {
   hold(my.scores);
-  uint32 any[4];
-  load_shared(shared + KEY_ANY + 16 * stage, any);
+  const uint32 any = shared + KEY_ANY + 16 * stage;
   if (any_left(any)) {
     const Work work = load_work(shared);
     add_left_keys(find_rows<Keys, false>(arguments.k, shared + KEY_HEAD,
@@ -1002,7 +1004,7 @@ __device__ __forceinline__ void take_scores(const nyb_prefill_arguments &argumen
                   shared + KEY_MASKS + stage * (Keys::ROUNDS * 16), shared, my_row(group),
                   my.scores);
   }
-  warp_has_read(shared + BARRIERS + 8 * (KEYS_EMPTY + stage));
+  give_back(shared + BARRIERS + 8 * (KEYS_EMPTY + stage));
   if (tile >= unmasked_tiles)
     hide_scores(arguments, load_work(shared), tile, my_row(group), my.scores);
   const uint32 factors = shared + FACTORS + my_row(group) * 4;
@@ -1015,15 +1017,14 @@ __device__ __forceinline__ void take_scores(const nyb_prefill_arguments &argumen
 __device__ __forceinline__ void take_output(const nyb_prefill_arguments &arguments, uint32 shared,
                                             int tile, int stage, Accumulators &my) {
   hold(my.output);
-  uint32 any[4];
-  load_shared(shared + VALUE_ANY + 16 * stage, any);
+  const uint32 any = shared + VALUE_ANY + 16 * stage;
   if (any_left(any)) {
     const Work work = load_work(shared);
     add_left_values(find_rows<Values, false>(arguments.v, shared + VALUE_HEAD,
                                              work.first_token + tile * TOKENS), any,
                     shared + VALUE_MASKS + stage * (Values::ROUNDS * 16), my.weights, my.output);
   }
-  warp_has_read(shared + BARRIERS + 8 * (VALUES_EMPTY + stage));
+  give_back(shared + BARRIERS + 8 * (VALUES_EMPTY + stage));
 }
 
 __device__ __forceinline__ void pack_weights(Accumulators &my) {
