@@ -256,23 +256,34 @@ struct Copies {
   }
 
   __device__ __forceinline__ void copy_strided(uint32 stage) const {
-    if constexpr (CODES_AT != NONE) copy_strided_codes(stage);
+    if constexpr (CODES_AT != NONE) {
+      if (tokens_left >= STEP) {
+        copy_strided_codes<true>(stage);
+      } else {
+        copy_strided_codes<false>(stage);
+      }
+    }
     if constexpr (SCALES_AT != NONE) {
       copy_strided_scales(stage + SCALES_AT, scales, stored->scales_stride[2]);
       copy_strided_scales(stage + BIASES_AT, biases, stored->biases_stride[2]);
     }
   }
+  template <bool FULL>
   __device__ __forceinline__ void copy_strided_codes(uint32 stage) const {
     constexpr int WORDS = ROW / 4;
     const int lane = threadIdx.x & 31;
 #pragma unroll 4
     for (int index = lane; index < STEP * WORDS; index += 32) {
       const int token = index / WORDS, word = index % WORDS;
-      const int target = LAYOUT::word_offset(token % TILE, word);
-      const bool inside = token < tokens_left;
-      copy_async_4(stage + token / TILE * OWN + CODES_AT + target,
-                   codes + row_of(inside ? token : 0) * stored->codes_stride[2] + word * 4,
-                   inside ? 4 : 0);
+      const uint32 to =
+          stage + token / TILE * OWN + CODES_AT + LAYOUT::word_offset(token % TILE, word);
+      const bool inside = FULL || token < tokens_left;
+      const char *from = codes + row_of(inside ? token : 0) * stored->codes_stride[2] + word * 4;
+      if constexpr (FULL) {
+        copy_async_4(to, from);
+      } else {
+        copy_async_4(to, from, inside ? 4 : 0);
+      }
     }
   }
   __device__ __forceinline__ void copy_strided_scales(uint32 to, const char *from,

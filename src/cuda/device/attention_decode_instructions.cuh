@@ -11,6 +11,9 @@ __device__ __forceinline__ void copy_async_16(uint32 to, const char *from, int b
 __device__ __forceinline__ void copy_async_16(uint32 to, const char *from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from));
 }
+__device__ __forceinline__ void copy_async_4(uint32 to, const char *from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
+}
 __device__ __forceinline__ void copy_async_4(uint32 to, const char *from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes));
 }
