@@ -104,7 +104,7 @@ sanitize() {
 }
 if wanted sanitizer; then
   rm -f "$work"/sanitizer-*
-  limit=100
+  limit=200
   [ "$depth" = --quick ] || limit=500
   if command -v compute-sanitizer >/dev/null; then
     say "compute-sanitizer"
@@ -139,6 +139,9 @@ if wanted bench; then
   measure append append --shapes bench/shapes/append.txt --bits 4,8 --seconds 0.1
   measure geglu geglu --elements 134217728 --seconds 0.2
   measure quantize quantize --shape 65536,128 --bits 4,8 --seconds 0.1
+  for tokens in 8192 131072; do
+    measure "features-$tokens" features --shape "1,32,8,128,$tokens" --seconds 0.1
+  done
 fi
 
 # ---- Peers -----------------------------------------------------------------------------------------------

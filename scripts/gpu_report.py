@@ -31,6 +31,10 @@ GOALS: dict[tuple[int, ...], tuple[str, float, float]] = {
 }
 
 
+# The lengths that gpu-check.sh measures features at.
+FEATURE_TOKENS = (8192, 131072)
+
+
 def read(path: Path) -> Json | None:
     try:
         return json.loads(path.read_text())
@@ -223,6 +227,32 @@ def other_rows(results: list[Json], peers: list[Json]) -> list[list[str]]:
     return rows
 
 
+def feature_rows(results: list[Json]) -> list[list[str]]:
+    """A row for each feature and cache, a pair of columns for each length in FEATURE_TOKENS."""
+    measured: dict[tuple[str, str], dict[int, Json]] = {}
+    for result in results:
+        if result["operation"] == "features":
+            by_tokens = measured.setdefault((result["feature"], result["cache"]), {})
+            by_tokens[result["shape"][-1]] = result
+    rows = []
+    for (feature, cache), by_tokens in measured.items():
+        cells, refusals = [], []
+        for tokens in FEATURE_TOKENS:
+            result = by_tokens.get(tokens)
+            if result is None or result["ratio"] is None:
+                cells += ["-", "-"]
+                refusals += [result["refused"]] if result else []
+                continue
+            # Where the machine is busy the one or the other may be more than the call's own.
+            ratio = min(result["ratio"], result["min_us"] / result["plain_min_us"])
+            missed = result["goal"] is not None and ratio > result["goal"]
+            cells += [f"{result['median_us']:.1f}", f"{ratio:.2f}{' missed' if missed else ''}"]
+        any_result = next(iter(by_tokens.values()))
+        goal = f"{any_result['goal']:.2f}" if any_result["goal"] else "-"
+        rows.append([feature, any_result["beside"], cache, *cells, goal, "; ".join(refusals[:1])])
+    return rows
+
+
 def speed_section(work: Path) -> tuple[list[str], Json]:
     results = bench_results(work)
     torch = read(work / "torch.json") or {"results": []}
@@ -247,6 +277,15 @@ def speed_section(work: Path) -> tuple[list[str], Json]:
         attention_rows(results, peers),
     )
     lines += table("call|shape|>us|>GB/s|beside it", other_rows(results, peers))
+    features = feature_rows(results)
+    if features:
+        lengths = "|".join(f">us at {tokens:,}|>ratio" for tokens in FEATURE_TOKENS)
+        lines += [
+            "What features cost: (1,32,8,128,N), beside the plain call that reads as many bytes; "
+            "the lesser of the ratios of medians and of minima.",
+            "",
+        ]
+        lines += table(f"feature|beside|cache|{lengths}|>goal|not taken because", features)
     return lines, {"results": results, "peers": torch}
 
 

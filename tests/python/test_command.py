@@ -136,7 +136,6 @@ USAGE_FAULTS = [
     (["bench"], "operation must be given"),
     (["bench", "softmax"], '"softmax" is no operation'),
     (["bench", "geglu", "attention"], "one operation at a time"),
-    (["bench", "features", "--backend", "cuda"], "features is not measured on the backend cuda"),
     (["bench", "features", "--query-len", "2"], "--query-len does not go with features"),
     (["bench", "attention", "--shape", "1,32,8,128"], "B,Hq,Hkv,D,N"),
     (["bench", "attention", "--shape", "1,32,8,128,0"], "B,Hq,Hkv,D,N"),
@@ -618,8 +617,7 @@ def test_bench_geglu_and_quantize() -> None:
         assert result["bytes"] == 10 * (256 + 128 * 3 // 8 + 2 * 2 * 2)
 
 
-def test_bench_features() -> None:
-    report = good_json("bench", "features", "--shape", "2,4,2,64,512", "--repeats", "2", *QUICK)
+def check_features(report: dict[str, Any]) -> None:
     names = [r["feature"] for r in report["results"]]
     assert len(names) == len(set(names)) == 18
     assert names[-1] == "window of 1,024 over 131,072"
@@ -629,6 +627,34 @@ def test_bench_features() -> None:
         assert 0 < result["plain_min_us"] <= result["plain_median_us"]
         assert 0 < result["min_us"] <= result["median_us"] and result["ratio"] > 0
     assert {r["goal"] for r in report["results"]} == {1.1, 1.08, 1.3, None}
+
+
+def test_bench_features() -> None:
+    check_features(
+        good_json("bench", "features", "--shape", "2,4,2,64,512", "--repeats", "2", *QUICK)
+    )
+
+
+FAKES = COMMAND.parent / "fake_cuda"
+WITHOUT_GPU = {
+    "NYBBLE_LIBCUDA": str(FAKES / "libfake_cuda.so"),
+    "NYBBLE_NVRTC": str(FAKES / "libfake_nvrtc.so"),
+    "NYBBLE_CACHE_DIR": "",
+}
+needs_fakes = pytest.mark.skipif(not FAKES.exists(), reason=f"{FAKES} is not built")
+
+
+@needs_fakes
+def test_bench_features_on_cuda() -> None:
+    arguments = ("bench", "features", "--backend", "cuda", "--shape", "2,4,2,64,512", *QUICK)
+    report = good_json(*arguments, **WITHOUT_GPU)
+    check_features(report)
+    assert report["backend"] == "cuda" and report["machine"]["device"]
+    for result in report["results"]:
+        assert (result["isa"], result["temperature"], result["threads"]) == ("cuda", "cold", 1)
+        # The fake driver says that all takes a millisecond, and both graphs are of as many calls.
+        assert result["ratio"] == 1
+        assert result["key_kernel"] and result["plain_key_kernel"]
 
 
 def test_bench_overhead() -> None:
@@ -690,6 +716,7 @@ def test_bench_table() -> None:
         ["bench", "geglu"],
         ["bench", "quantize"],
         ["bench", "append"],
+        ["bench", "features"],
         ["replay", TRACE],
     ],
     ids=lambda arguments: " ".join(map(str, arguments[:2])),

@@ -430,6 +430,8 @@ static void print_json(nyb_bench_run *run, const nyb_bench_operation *operation)
 static void print_text(nyb_bench_run *run) {
   nyb_progress_clear();
   printf("%s\n", nyb_cpu_model());
+  const bool cuda = run->settings->backend == NYB_BACKEND_CUDA;
+  if (cuda && run->contexts[0].read.median_gb_per_s <= 0) printf("%s\n", device_describe()->name);
   print_ceilings(run);
   putchar('\n');
   nyb_table_print(run->table);

@@ -74,15 +74,21 @@ int nyb_bench_measure(const nyb_bench_settings *settings, const nyb_bench_contex
                       const nyb_bench_copies *copies, int64_t most_replays, nyb_bench_call call,
                       void *data, nyb_timing *timing);
 
-/* Two calls in turn, on the CPU, so that what the machine does meanwhile meets both alike; *ratio
- * is the median of the second's time by the first's before it. Returns as above. */
+/* Two calls in turn, so that what the machine does meanwhile meets both alike: on the CPU single
+ * ones, on the GPU replays of a graph of each, of round_calls (after so many a call comes back to
+ * the same data) or more. *ratio is the median of the second's time by the first's before it.
+ * Returns as above. */
 typedef struct nyb_bench_turn {
   nyb_bench_call call;
   void *data;
   nyb_timing timing; /* out */
 } nyb_bench_turn;
-int nyb_bench_measure_in_turns(const nyb_bench_settings *settings, nyb_bench_turn turns[2],
-                               double *ratio);
+int nyb_bench_measure_in_turns(const nyb_bench_settings *settings, const nyb_bench_context *on,
+                               int64_t round_calls, nyb_bench_turn turns[2], double *ratio);
+
+/* Sums up count samples of each of two turns, which are sorted; ratios: room for count. */
+void nyb_bench_summarize_turns(double *const samples_us[2], double *ratios, int64_t count,
+                               nyb_bench_turn turns[2], double *ratio);
 
 /* ---- Memory that is cold ------------------------------------------------------------------ */
 
@@ -103,6 +109,9 @@ int nyb_bench_place_copies(const nyb_bench_run *run, nyb_bench_copies *copies);
 int nyb_bench_measure_device(const nyb_bench_settings *settings, const nyb_bench_context *on,
                              const nyb_bench_copies *copies, int64_t most_replays,
                              nyb_bench_call call, void *data, nyb_timing *timing);
+int nyb_bench_measure_device_in_turns(const nyb_bench_settings *settings,
+                                      const nyb_bench_context *on, int64_t round_calls,
+                                      nyb_bench_turn turns[2], double *ratio);
 int nyb_bench_measure_device_ceilings(nyb_bandwidth *read, nyb_bandwidth *copy);
 
 /* The copy for the call `index`: always the first where warm, else another one each time, far from

@@ -65,11 +65,22 @@ static int time_turn(const nyb_bench_turn *turn, int64_t index, double *sample_u
   return 0;
 }
 
-int nyb_bench_measure_in_turns(const nyb_bench_settings *settings, nyb_bench_turn turns[2],
-                               double *ratio) {
+void nyb_bench_summarize_turns(double *const samples_us[2], double *ratios, int64_t count,
+                               nyb_bench_turn turns[2], double *ratio) {
+  for (int64_t i = 0; i < count; i++) ratios[i] = samples_us[1][i] / samples_us[0][i];
+  nyb_sort_samples(ratios, count);
+  *ratio = nyb_quantile(ratios, count, 0.5);
+  for (int i = 0; i < 2; i++) nyb_bench_summarize(samples_us[i], count, &turns[i].timing);
+}
+
+int nyb_bench_measure_in_turns(const nyb_bench_settings *settings, const nyb_bench_context *on,
+                               int64_t round_calls, nyb_bench_turn turns[2], double *ratio) {
+  if (on->backend == NYB_BACKEND_CUDA) {
+    return nyb_bench_measure_device_in_turns(settings, on, round_calls, turns, ratio);
+  }
   const int64_t most = settings->repeats > 0 ? settings->repeats : MAX_REPEATS;
   double *samples = nyb_command_allocate(3 * most * (int64_t)sizeof *samples);
-  double *first = samples, *second = samples + most, *ratios = samples + 2 * most;
+  double *const of_turn[2] = {samples, samples + most};
   int64_t index = 0, count = 0;
   int status = 0;
   for (int i = 0; i < 2 && status == 0; i++) {
@@ -79,17 +90,11 @@ int nyb_bench_measure_in_turns(const nyb_bench_settings *settings, nyb_bench_tur
   const int64_t limit_ns = (int64_t)(settings->seconds * 1e9);
   while (status == 0 && count < most) {
     if (settings->repeats == 0 && count >= MIN_REPEATS && nyb_now_ns() - begin_ns > limit_ns) break;
-    status = time_turn(&turns[0], index++, &first[count]);
-    if (status == 0) status = time_turn(&turns[1], index++, &second[count]);
-    ratios[count] = second[count] / first[count];
+    status = time_turn(&turns[0], index++, &of_turn[0][count]);
+    if (status == 0) status = time_turn(&turns[1], index++, &of_turn[1][count]);
     count++;
   }
-  if (status == 0) {
-    nyb_bench_summarize(first, count, &turns[0].timing);
-    nyb_bench_summarize(second, count, &turns[1].timing);
-    nyb_sort_samples(ratios, count);
-    *ratio = nyb_quantile(ratios, count, 0.5);
-  }
+  if (status == 0) nyb_bench_summarize_turns(of_turn, samples + 2 * most, count, turns, ratio);
   free(samples);
   return status;
 }

@@ -42,12 +42,11 @@ int nyb_bench_place_copies(const nyb_bench_run *run, nyb_bench_copies *copies) {
 /* ---- Graphs of calls ----------------------------------------------------------------------------
  */
 
-/* So many calls in a graph that every copy has its turn, and none is short of company; fewer, but
- * two, where they take long. */
-static int64_t calls_of_graph(const nyb_bench_copies *copies, double call_us) {
+/* Whole rounds of calls, so that every copy has its turn and none is short of company; fewer, but
+ * two calls, where they take long. */
+static int64_t calls_of_graph(int64_t round_calls, double call_us) {
   enum { LEAST = 32, MOST_US = 40000 };
-  const int64_t rounds = copies == NULL ? LEAST : (LEAST + copies->count - 1) / copies->count;
-  const int64_t calls = copies == NULL ? LEAST : rounds * copies->count;
+  const int64_t calls = (LEAST + round_calls - 1) / round_calls * round_calls;
   const int64_t most = (int64_t)(MOST_US / call_us);
   return calls <= most ? calls : most < 2 ? 2 : most;
 }
@@ -85,25 +84,78 @@ static bool replay(const nyb_bench_context *on, device_graph *graph, device_even
          device_elapsed_us(events[0], events[1], time_us);
 }
 
-static int measure_graph(const nyb_bench_settings *settings, const nyb_bench_context *on,
-                         device_graph *graph, device_event *const events[2], int64_t calls,
-                         int64_t most_replays, nyb_timing *timing) {
-  enum { WARM_UP = 3, LEAST = 5, MOST = 10000 };
-  double *samples = nyb_command_allocate(MOST * (int64_t)sizeof *samples);
-  int64_t most = settings->repeats > 0 ? settings->repeats : MOST, count = 0;
-  if (most > MOST) most = MOST;
-  if (most_replays > 0 && most > most_replays - WARM_UP) most = most_replays - WARM_UP;
+typedef struct graph_of_calls {
+  device_graph *graph;
+  int64_t calls;
+} graph_of_calls;
+
+static int prepare_graph(const nyb_bench_context *on, int64_t round_calls, nyb_bench_call call,
+                         void *data, device_event *const events[2], graph_of_calls *graph) {
+  double call_us = 0;
+  int status = run_eagerly(on, call, data, events, &call_us);
+  if (status != 0) return status;
+  graph->calls = calls_of_graph(round_calls, call_us);
+  graph->graph = capture(on, call, data, graph->calls, &status);
+  return status;
+}
+
+enum { WARM_UP_REPLAYS = 3, LEAST_REPLAYS = 5, MOST_REPLAYS = 10000 };
+
+/* Replays graph_count graphs in turn; samples_us[g] takes a call's share of each replay, *count how
+ * many there are of each. */
+static bool replay_in_turn(const nyb_bench_settings *settings, const nyb_bench_context *on,
+                           const graph_of_calls *graphs, int graph_count,
+                           device_event *const events[2], int64_t most, double *const *samples_us,
+                           int64_t *count) {
   bool good = true;
   double ignored_us;
-  for (int i = 0; i < WARM_UP && good; i++) good = replay(on, graph, events, &ignored_us);
-  const int64_t begin_ns = nyb_now_ns(), limit_ns = (int64_t)(settings->seconds * 1e9);
-  while (good && count < most) {
-    if (settings->repeats == 0 && count >= LEAST && nyb_now_ns() - begin_ns > limit_ns) break;
-    good = replay(on, graph, events, &samples[count]);
-    samples[count++] /= (double)calls;
+  for (int i = 0; i < WARM_UP_REPLAYS * graph_count && good; i++) {
+    good = replay(on, graphs[i % graph_count].graph, events, &ignored_us);
   }
-  if (good) nyb_bench_summarize(samples, count, timing);
-  free(samples);
+  const int64_t begin_ns = nyb_now_ns(), limit_ns = (int64_t)(settings->seconds * 1e9);
+  for (*count = 0; good && *count < most; ++*count) {
+    const bool over = nyb_now_ns() - begin_ns > limit_ns;
+    if (settings->repeats == 0 && *count >= LEAST_REPLAYS && over) break;
+    for (int g = 0; g < graph_count && good; g++) {
+      double *sample_us = &samples_us[g][*count];
+      good = replay(on, graphs[g].graph, events, sample_us);
+      *sample_us /= (double)graphs[g].calls;
+    }
+  }
+  return good;
+}
+
+/* Of all that are asked for, what there is room for. */
+static int64_t most_samples(const nyb_bench_settings *settings) {
+  const int64_t repeats = settings->repeats;
+  return repeats > 0 && repeats < MOST_REPLAYS ? repeats : MOST_REPLAYS;
+}
+
+static int measure_graph(const nyb_bench_settings *settings, const nyb_bench_context *on,
+                         const graph_of_calls *graph, device_event *const events[2],
+                         int64_t most_replays, nyb_timing *timing) {
+  double *samples_us = nyb_command_allocate(MOST_REPLAYS * (int64_t)sizeof *samples_us);
+  int64_t most = most_samples(settings), count = 0;
+  if (most_replays > 0 && most > most_replays - WARM_UP_REPLAYS) {
+    most = most_replays - WARM_UP_REPLAYS;
+  }
+  const bool good = replay_in_turn(settings, on, graph, 1, events, most, &samples_us, &count);
+  if (good) nyb_bench_summarize(samples_us, count, timing);
+  free(samples_us);
+  return good ? 0 : nyb_device_failed();
+}
+
+static int measure_graphs_in_turn(const nyb_bench_settings *settings, const nyb_bench_context *on,
+                                  const graph_of_calls graphs[2], device_event *const events[2],
+                                  nyb_bench_turn turns[2], double *ratio) {
+  double *samples_us = nyb_command_allocate(3 * MOST_REPLAYS * (int64_t)sizeof *samples_us);
+  double *const of_turn[2] = {samples_us, samples_us + MOST_REPLAYS};
+  double *ratios = samples_us + 2 * MOST_REPLAYS;
+  int64_t count = 0;
+  const bool good =
+      replay_in_turn(settings, on, graphs, 2, events, most_samples(settings), of_turn, &count);
+  if (good) nyb_bench_summarize_turns(of_turn, ratios, count, turns, ratio);
+  free(samples_us);
   return good ? 0 : nyb_device_failed();
 }
 
@@ -111,20 +163,32 @@ int nyb_bench_measure_device(const nyb_bench_settings *settings, const nyb_bench
                              const nyb_bench_copies *copies, int64_t most_replays,
                              nyb_bench_call call, void *data, nyb_timing *timing) {
   device_event *const events[2] = {device_event_create(), device_event_create()};
-  double call_us = 0;
+  graph_of_calls graph = {0};
+  const int64_t round_calls = copies == NULL ? 1 : copies->count;
   int status = events[0] != NULL && events[1] != NULL
-                   ? run_eagerly(on, call, data, events, &call_us)
+                   ? prepare_graph(on, round_calls, call, data, events, &graph)
                    : nyb_device_failed();
-  if (status == 0) {
-    const int64_t calls = calls_of_graph(copies, call_us);
-    device_graph *graph = capture(on, call, data, calls, &status);
-    if (status == 0) {
-      status = measure_graph(settings, on, graph, events, calls, most_replays, timing);
-    }
-    device_graph_destroy(graph);
-  }
+  if (status == 0) status = measure_graph(settings, on, &graph, events, most_replays, timing);
+  device_graph_destroy(graph.graph);
   device_event_destroy(events[0]);
   device_event_destroy(events[1]);
+  return status;
+}
+
+int nyb_bench_measure_device_in_turns(const nyb_bench_settings *settings,
+                                      const nyb_bench_context *on, int64_t round_calls,
+                                      nyb_bench_turn turns[2], double *ratio) {
+  device_event *const events[2] = {device_event_create(), device_event_create()};
+  graph_of_calls graphs[2] = {{0}};
+  int status = events[0] != NULL && events[1] != NULL ? 0 : nyb_device_failed();
+  for (int i = 0; i < 2 && status == 0; i++) {
+    status = prepare_graph(on, round_calls, turns[i].call, turns[i].data, events, &graphs[i]);
+  }
+  if (status == 0) status = measure_graphs_in_turn(settings, on, graphs, events, turns, ratio);
+  for (int i = 0; i < 2; i++) {
+    device_graph_destroy(graphs[i].graph);
+    device_event_destroy(events[i]);
+  }
   return status;
 }
 

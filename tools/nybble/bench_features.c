@@ -1,12 +1,14 @@
 /* SPDX-License-Identifier: Apache-2.0 */
 /* nybble bench features: what masks, windows, pages and the like cost, each call in turn with the
- * plain one that reads as many bytes. Both go round copies of the data, so that all is cold. */
+ * plain one that reads as many bytes. Both go round copies of the data, so that all is cold.
+ * Everything is prepared on the host and then taken to the backend. */
 #include <math.h>
 #include <stdlib.h>
 #include <string.h>
 
 #include "bench.h"
 #include "bench_rows.h"
+#include "placement.h"
 #include "progress.h"
 
 enum { BATCH, QUERY_HEADS, KV_HEADS, HEAD_DIM, TOKENS };
@@ -25,14 +27,17 @@ typedef struct features_bench {
   nyb_width width;
   nyb_bench_rows key, value;
   nyb_bench_copies copies;
-  char *query, *out;     /* of ROWS query rows */
+  void *query, *out;     /* of ROWS query rows */
   void *numbers;         /* zeros of every dtype: a mask that adds nothing */
-  uint8_t *ones;         /* a mask that hides nothing */
-  float *per_head;       /* [query_heads] */
-  int32_t *per_sequence; /* [batch] */
-  int32_t *table;
-  void *unpacked; /* bf16 rows of the parts */
+  void *ones;            /* bytes: a mask that hides nothing */
+  void *per_head;        /* floats [query_heads] */
+  int32_t *per_sequence; /* [batch]; of one case, on the host */
+  int32_t *table;        /* the same */
+  void *unpacked;        /* bf16 rows of the parts */
 } features_bench;
+
+/* Arrays of integers that a call may take, beside its lengths. */
+enum { INTEGER_ARRAYS = 4 };
 
 /* One of the two calls of a case. */
 typedef struct side {
@@ -40,8 +45,9 @@ typedef struct side {
   nyb_attention attention;
   nyb_plan plan;
   void *workspace;
-  int32_t *lengths;    /* [batch] */
-  int64_t first_token; /* of a copy, where k and v begin */
+  void *integers[INTEGER_ARRAYS]; /* on the backend */
+  int32_t *lengths;               /* [windows][batch]; the first row where nothing slides */
+  int64_t first_token;            /* of a copy, where k and v begin */
   int64_t page_tokens;
   bool in_parts, parts_are_unpacked;
   bool slides; /* the last token moves through the copy from call to call */
@@ -80,19 +86,25 @@ static nyb_part part_from(const side *s, char *copy, int64_t first, int64_t toke
                     .v = rows_from(&s->bench->value, copy, field[KV_HEADS], field[TOKENS], first)};
 }
 
+static int64_t windows_of(const features_bench *bench) {
+  const int64_t windows = bench->shape.field[TOKENS] / WINDOW_TOKENS - 1;
+  return windows < 1 ? 1 : windows;
+}
+
+static int64_t end_of_window(int64_t window) {
+  return (window + 1) * WINDOW_TOKENS + UNALIGNED_TOKENS;
+}
+
 /* Goes round all windows of all copies before it comes back to one. They begin within a chunk and
  * within a tile, as most do. */
 static char *slide(side *s, int64_t index) {
   const nyb_bench_copies *copies = &s->bench->copies;
-  const int64_t *field = s->bench->shape.field;
-  const int64_t windows = field[TOKENS] / WINDOW_TOKENS - 1, places = windows * copies->count;
+  const int64_t windows = windows_of(s->bench), places = windows * copies->count;
   const int64_t place = index % places * (places % 10007 == 0 ? 1 : 10007) % places;
-  const int64_t end = (place % windows + 1) * WINDOW_TOKENS + UNALIGNED_TOKENS;
+  const int64_t window = place % windows;
   const bool windowed = s->attention.window_tokens != 0;
-  s->first_token = windowed ? 0 : end - WINDOW_TOKENS;
-  for (int64_t b = 0; b < field[BATCH]; b++) {
-    s->lengths[b] = (int32_t)(windowed ? end : WINDOW_TOKENS);
-  }
+  s->first_token = windowed ? 0 : end_of_window(window) - WINDOW_TOKENS;
+  s->attention.lengths = s->lengths + window * s->bench->shape.field[BATCH];
   return copies->memory + place / windows * copies->copy_bytes;
 }
 
@@ -112,7 +124,7 @@ static nyb_status run_side(void *data, int64_t index) {
   side *s = data;
   point_side(s, index);
   return nyb_attention_run(s->bench->on->context, &s->attention, s->workspace,
-                           s->plan.workspace_bytes, NULL);
+                           s->plan.workspace_bytes, s->bench->on->stream);
 }
 
 /* ---- The cases ------------------------------------------------------------------------------ */
@@ -264,6 +276,11 @@ static void window_of_long(side *plain, side *with) {
   plain->slides = with->slides = true;
   plain->attention.capacity_tokens = WINDOW_TOKENS;
   with->attention.window_tokens = WINDOW_TOKENS;
+  const int64_t batch = with->bench->shape.field[BATCH];
+  for (int64_t i = 0; i < windows_of(with->bench) * batch; i++) {
+    plain->lengths[i] = WINDOW_TOKENS;
+    with->lengths[i] = (int32_t)end_of_window(i / batch);
+  }
 }
 
 typedef struct feature_case {
@@ -296,6 +313,11 @@ static const feature_case long_case = {"window of 1,024 over 131,072", "1,024 to
 
 /* ---- Measuring ------------------------------------------------------------------------------ */
 
+/* The kernel that takes a side's keys; NULL: none does. */
+static const char *kernel_of(const nyb_bench_turn *turn) {
+  return ((const side *)turn->data)->plan.key_kernel;
+}
+
 static void report(const features_bench *bench, const feature_case *c, const nyb_bench_turn *turns,
                    double ratio, const char *refusal) {
   const bool measured = refusal == NULL;
@@ -308,6 +330,11 @@ static void report(const features_bench *bench, const feature_case *c, const nyb
   cJSON_AddStringToObject(result, "dtype", nyb_dtype_name(bench->run->settings->dtype));
   cJSON_AddNumberToObject(result, "threads", (double)bench->on->threads);
   cJSON_AddStringToObject(result, "isa", nyb_isa_name(bench->on->isa));
+  cJSON_AddStringToObject(result, "temperature", "cold");
+  if (measured) {
+    cJSON_AddStringToObject(result, "plain_key_kernel", kernel_of(&turns[0]));
+    cJSON_AddStringToObject(result, "key_kernel", kernel_of(&turns[1]));
+  }
   nyb_json_add_number(result, "goal", c->goal > 0 ? c->goal : (double)NAN);
   nyb_json_add_number(result, "plain_median_us",
                       measured ? turns[0].timing.median_us : (double)NAN);
@@ -341,11 +368,15 @@ static void report(const features_bench *bench, const feature_case *c, const nyb
   nyb_table_add(table, "%s", !measured ? refusal : missed ? "missed" : "");
 }
 
+static int64_t lengths_bytes(const features_bench *bench) {
+  return windows_of(bench) * bench->shape.field[BATCH] * (int64_t)sizeof(int32_t);
+}
+
 static side plain_side(const features_bench *bench) {
   const nyb_bench_settings *settings = bench->run->settings;
   const int64_t *field = bench->shape.field;
   side s = {.bench = bench, .plan = NYB_PLAN_INIT};
-  s.lengths = nyb_command_allocate(field[BATCH] * (int64_t)sizeof *s.lengths);
+  s.lengths = nyb_command_allocate(lengths_bytes(bench));
   for (int64_t b = 0; b < field[BATCH]; b++) s.lengths[b] = (int32_t)field[TOKENS];
   s.attention = (nyb_attention)NYB_ATTENTION_INIT;
   s.attention.batch = field[BATCH];
@@ -353,7 +384,6 @@ static side plain_side(const features_bench *bench) {
   s.attention.kv_heads = field[KV_HEADS];
   s.attention.key_dim = s.attention.value_dim = field[HEAD_DIM];
   s.attention.capacity_tokens = field[TOKENS];
-  s.attention.lengths = s.lengths;
   s.attention.q = (nyb_input){.data = bench->query, .dtype = settings->dtype};
   s.attention.out = (nyb_output){.data = bench->out, .dtype = settings->dtype};
   s.attention.scale = (float)(1 / sqrt((double)field[HEAD_DIM]));
@@ -363,40 +393,104 @@ static side plain_side(const features_bench *bench) {
   return s;
 }
 
-/* The library's status; the workspace is made on success. */
+/* Takes the integers that a prepared side has on the host to the backend, where they stay until
+ * the side is released. Returns 0, or 1 after a sentence on stderr. */
+static int place_side(side *s) {
+  const features_bench *bench = s->bench;
+  const nyb_backend backend = bench->on->backend;
+  nyb_attention *attention = &s->attention;
+  const int64_t batch = bench->shape.field[BATCH];
+  const struct {
+    const int32_t **array;
+    int64_t count;
+  } arrays[INTEGER_ARRAYS] = {
+      {&attention->starts, batch},
+      {&attention->ring.offsets, batch},
+      {&attention->last_begins, batch},
+      {&attention->pages.table, batch * attention->pages.table_stride},
+  };
+  int status = 0;
+  for (int i = 0; i < INTEGER_ARRAYS && status == 0; i++) {
+    if (*arrays[i].array == NULL) continue;
+    status = nyb_place_copy(backend, *arrays[i].array, arrays[i].count * (int64_t)sizeof(int32_t),
+                            &s->integers[i]);
+    *arrays[i].array = s->integers[i];
+  }
+  void *lengths = s->lengths;
+  if (status == 0) status = nyb_place(backend, &lengths, lengths_bytes(bench));
+  if (status != 0) return status;
+  s->attention.lengths = s->lengths = lengths;
+  return 0;
+}
+
+static void release_side(const side *s) {
+  const nyb_backend backend = s->bench->on->backend;
+  for (int i = 0; i < INTEGER_ARRAYS; i++) nyb_release_placed(backend, s->integers[i]);
+  nyb_release_placed(backend, s->lengths);
+  nyb_release_placed(backend, s->workspace);
+}
+
+/* The library's status. */
 static nyb_status plan_side(side *s) {
   point_side(s, 0);
-  const nyb_status status = nyb_attention_plan(s->bench->on->context, &s->attention, &s->plan);
-  if (status == NYB_OK) s->workspace = nyb_command_allocate((int64_t)s->plan.workspace_bytes);
-  return status;
+  return nyb_attention_plan(s->bench->on->context, &s->attention, &s->plan);
+}
+
+static int place_workspace(side *s) {
+  const int64_t bytes = (int64_t)s->plan.workspace_bytes;
+  s->workspace = nyb_command_allocate(bytes);
+  return nyb_place(s->bench->on->backend, &s->workspace, bytes);
+}
+
+/* Of the rows of a call with one row of queries; the others have no more. */
+static int check_out(const features_bench *bench, const feature_case *c) {
+  const int64_t *field = bench->shape.field;
+  const nyb_dtype dtype = bench->run->settings->dtype;
+  const int64_t elements = field[BATCH] * field[QUERY_HEADS] * field[HEAD_DIM];
+  const int64_t bytes = elements * (int64_t)nyb_dtype_bytes(dtype);
+  void *out = nyb_command_allocate(bytes);
+  const int status = nyb_fetch(bench->on->backend, bench->out, bytes, out);
+  const bool finite = status == 0 && nyb_bench_all_finite(out, dtype, elements);
+  free(out);
+  if (status != 0 || finite) return status;
+  return nyb_command_failed("%s gave numbers that are not finite", c->name);
+}
+
+static int measure_case(const features_bench *bench, const feature_case *c, side *plain,
+                        side *with) {
+  nyb_bench_turn turns[2] = {{.call = run_side, .data = plain}, {.call = run_side, .data = with}};
+  double ratio = 0;
+  int result = place_workspace(plain);
+  if (result == 0) result = place_workspace(with);
+  const int64_t round_calls = bench->copies.count * (with->slides ? windows_of(bench) : 1);
+  if (result == 0) {
+    result =
+        nyb_bench_measure_in_turns(bench->run->settings, bench->on, round_calls, turns, &ratio);
+  }
+  if (result == 0) result = check_out(bench, c);
+  if (result == 0) report(bench, c, turns, ratio, NULL);
+  return result;
 }
 
 static int run_case(const features_bench *bench, const feature_case *c) {
   side plain = plain_side(bench), with = plain_side(bench);
   c->prepare(&plain, &with);
   nyb_progress_show("%s", c->name);
-  nyb_status status = plan_side(&plain);
-  if (status == NYB_OK) status = plan_side(&with);
-  nyb_bench_turn turns[2] = {{.call = run_side, .data = &plain}, {.call = run_side, .data = &with}};
-  int result = 0;
-  if (status == NYB_ERROR_UNSUPPORTED) {
-    report(bench, c, turns, 0, nyb_last_error());
-  } else if (status != NYB_OK) {
-    result = nyb_command_failed("%s: %s", c->name, nyb_last_error());
-  } else {
-    double ratio = 0;
-    result = nyb_bench_measure_in_turns(bench->run->settings, turns, &ratio);
-    const int64_t *field = bench->shape.field;
-    const int64_t elements = field[BATCH] * field[QUERY_HEADS] * field[HEAD_DIM];
-    if (result == 0 && !nyb_bench_all_finite(bench->out, plain.attention.out.dtype, elements)) {
-      result = nyb_command_failed("%s gave numbers that are not finite", c->name);
+  int result = place_side(&plain);
+  if (result == 0) result = place_side(&with);
+  if (result == 0) {
+    nyb_status status = plan_side(&plain);
+    if (status == NYB_OK) status = plan_side(&with);
+    if (status == NYB_ERROR_UNSUPPORTED) {
+      report(bench, c, NULL, 0, nyb_last_error());
+    } else if (status != NYB_OK) {
+      result = nyb_command_failed("%s: %s", c->name, nyb_last_error());
+    } else {
+      result = measure_case(bench, c, &plain, &with);
     }
-    if (result == 0) report(bench, c, turns, ratio, NULL);
   }
-  free(plain.workspace);
-  free(plain.lengths);
-  free(with.workspace);
-  free(with.lengths);
+  release_side(&plain);
+  release_side(&with);
   return result;
 }
 
@@ -439,33 +533,48 @@ static int prepare(features_bench *bench) {
   const int64_t rows = batch * heads * ROWS * field[HEAD_DIM];
   const int64_t parts_elements =
       batch * field[KV_HEADS] * (FIRST_TOKENS + LAST_TOKENS) * field[HEAD_DIM];
+  float *per_head = nyb_command_allocate(heads * 4);
   bench->query = nyb_command_allocate(rows * 4);
   bench->out = nyb_command_allocate(rows * 4);
   bench->numbers = nyb_command_allocate(heads * tokens * 4);
   bench->ones = nyb_command_allocate(heads * tokens);
-  bench->per_head = nyb_command_allocate(heads * 4);
+  bench->per_head = per_head;
   bench->per_sequence = nyb_command_allocate(batch * 4);
   bench->table = nyb_command_allocate(batch * tokens / 16 * 4);
   bench->unpacked = nyb_command_allocate(parts_elements * 2);
   memset(bench->ones, 1, (size_t)(heads * tokens));
   for (int64_t h = 0; h < heads; h++) { /* ALiBi's slopes, which do as sinks, too */
-    bench->per_head[h] = (float)exp2(-8.0 * (double)(h + 1) / (double)heads);
+    per_head[h] = (float)exp2(-8.0 * (double)(h + 1) / (double)heads);
   }
   status = nyb_bench_random_as(context, bench->query, settings->dtype, rows, 3);
-  if (status != 0) return status;
-  return nyb_bench_random_as(context, bench->unpacked, NYB_BF16, parts_elements, 4);
+  if (status == 0) {
+    status = nyb_bench_random_as(context, bench->unpacked, NYB_BF16, parts_elements, 4);
+  }
+  if (status == 0) status = nyb_bench_place_copies(bench->run, &bench->copies);
+  const struct {
+    void **memory;
+    int64_t bytes;
+  } arrays[] = {{&bench->query, rows * 4},
+                {&bench->out, rows * 4},
+                {&bench->numbers, heads * tokens * 4},
+                {&bench->ones, heads * tokens},
+                {&bench->per_head, heads * 4},
+                {&bench->unpacked, parts_elements * 2}};
+  for (size_t i = 0; i < sizeof arrays / sizeof arrays[0] && status == 0; i++) {
+    status = nyb_place(settings->backend, arrays[i].memory, arrays[i].bytes);
+  }
+  return status;
 }
 
 static void release(const features_bench *bench) {
-  free(bench->copies.memory);
-  free(bench->query);
-  free(bench->out);
-  free(bench->numbers);
-  free(bench->ones);
-  free(bench->per_head);
+  const nyb_backend backend = bench->run->settings->backend;
+  void *const placed[] = {bench->copies.memory, bench->query,    bench->out,     bench->numbers,
+                          bench->ones,          bench->per_head, bench->unpacked};
+  for (size_t i = 0; i < sizeof placed / sizeof placed[0]; i++) {
+    nyb_release_placed(backend, placed[i]);
+  }
   free(bench->per_sequence);
   free(bench->table);
-  free(bench->unpacked);
 }
 
 static int run_cases(nyb_bench_run *run, const nyb_bench_shape *shape, nyb_width width,
@@ -511,5 +620,6 @@ const nyb_bench_operation nyb_bench_features = {
     .default_shapes = default_shapes,
     .default_shape_count = sizeof default_shapes / sizeof default_shapes[0],
     .on_cpu = true,
+    .on_cuda = true,
     .run = run_shapes,
 };
