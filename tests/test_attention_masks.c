@@ -403,6 +403,30 @@ static void test_same_bits_on_threads(void **state) {
   free_call(&c);
 }
 
+/* Field case 57: 32 and 33 rows, on one thread and on more than there are processors or units. */
+static void test_same_bits_on_many_threads(void **state) {
+  (void)state;
+  enum { HEADS = 4, MOST_ROWS = 33, DIM = 16 };
+  static const int64_t threads[] = {1, 2, 3, 7, 16, 64};
+  for (int32_t rows = 32; rows <= MOST_ROWS; rows++) {
+    plain_call c;
+    float first[HEADS * MOST_ROWS * DIM];
+    const size_t bytes = (size_t)(HEADS * rows * DIM) * sizeof(float);
+    make_call(&c, HEADS, rows, DIM, rows);
+    fill_call(&c, 57);
+    c.call.mask = NYB_MASK_CAUSAL;
+    for (int i = 0; i < 6 * context_count; i++) {
+      nyb_context *context = make_context(nyb_context_isa(contexts[i / 6]), threads[i % 6]);
+      if (context == NULL) continue; /* a library without a pool */
+      run_call(&c, context, NYB_PATH_FUSED);
+      if (i % 6 == 0) memcpy(first, c.out, bytes);
+      assert_memory_equal(first, c.out, bytes);
+      nyb_context_destroy(context);
+    }
+    free_call(&c);
+  }
+}
+
 /* Field case 32: each row of a block is the decode step at its position. */
 static void test_same_bits_as_decode(void **state) {
   (void)state;
@@ -776,6 +800,7 @@ int main(void) {
       cmocka_unit_test(test_not_finite),
       cmocka_unit_test(test_tanh),
       cmocka_unit_test(test_same_bits_on_threads),
+      cmocka_unit_test(test_same_bits_on_many_threads),
       cmocka_unit_test(test_same_bits_as_decode),
       cmocka_unit_test(test_padding_counts),
       cmocka_unit_test(test_reads_only_the_window),

@@ -538,7 +538,7 @@ static void attend(nyb_cache *cache, const nyb_cache_options *options, float *ou
   free(query);
 }
 
-/* maclocal-api#46: a restored cache went on from offset 0. */
+/* Field case 44: a restored cache went on from offset 0. */
 static void test_restored_at_284(void **state) {
   (void)state;
   const nyb_cache_options options = options_of(1, 2, affine4, 64, affine4, 64);
@@ -558,7 +558,7 @@ static void test_restored_at_284(void **state) {
   nyb_cache_destroy(cache);
 }
 
-/* mlx-examples#977: all the room was saved, and its empty rows were attended to. */
+/* Field case 45: all the room was saved, and its empty rows were attended to. */
 static void test_three_tokens_of_256(void **state) {
   (void)state;
   const nyb_cache_options options = options_of(1, 2, affine4, 64, affine4, 64);
@@ -577,7 +577,7 @@ static void test_three_tokens_of_256(void **state) {
   nyb_cache_destroy(cache);
 }
 
-/* llama.cpp#28498: a file of another scheme was read as this one's. */
+/* Field case 46: a file of another scheme was read as this one's. */
 static void test_files_that_do_not_fit_the_caches(void **state) {
   (void)state;
   const nyb_cache_options good = options_of(2, 2, affine4, 128, affine4, 64);

@@ -787,7 +787,8 @@ static void test_allocations_fail_one_by_one(void **state) {
   }
 }
 
-/* A rotating cache holds no more than its query rows see, and has no more room. */
+/* A rotating cache holds no more than its query rows see, and has no more room. Field case 51: what
+ * passes the window moves no position and no bit of what stays. */
 static void test_rotating_room(void **state) {
   (void)state;
   nyb_cache_options options;

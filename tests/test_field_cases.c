@@ -252,6 +252,46 @@ static void test_wide_heads_over_a_long_context(void **state) {
   expect_right_everywhere(&shape, NULL);
 }
 
+/* ---- D33: no call is dropped at the borders of tiles and chunks
+ * ----------------------------------- */
+
+/* One token before each border, at it and behind it; outputs are NaN before each run. */
+static void test_every_border_is_computed(void **state) {
+  (void)state;
+  static const int widths[] = {2, 3, 4, 5, 6, 8, 0};
+  static const int64_t dims[] = {32, 64, 128, 256, 512};
+  static const int32_t lengths[] = {63, 64, 65, 1023, 1024, 1025};
+  static const nyb_dtype dtypes[] = {NYB_F32, NYB_F16, NYB_BF16};
+  for (int i = 0; i < 7 * 6; i++) { /* each width and border, the others in turn */
+    const nyb_dtype dtype = dtypes[i % 3];
+    const nyb_format plain = {.scheme = NYB_PLAIN, .dtype = dtype};
+    const int bits = widths[i / 6];
+    const nyb_format format = bits == 0 ? plain : affine(bits, 32, dtype);
+    attention_shape shape =
+        decode("D33: borders", 2, dims[(i + i / 6) % 5], &format, lengths[i % 6]);
+    shape.query_dtype = shape.out_dtype = dtypes[i / 6 % 3];
+    shape.keys = shape.values = bits == 0 ? ROWS_NORMAL : ROWS_RAW;
+    expect_right_everywhere(&shape, NULL);
+  }
+}
+
+/* ---- H58: every ISA reads the same rows
+ * ------------------------------------------------------------- */
+
+/* Every width, rows of 36 bytes among them (96 codes of 3 bits), by each ISA that runs here. */
+static void test_every_isa_reads_the_same_rows(void **state) {
+  (void)state;
+  static const int widths[] = {2, 3, 4, 5, 6, 8};
+  static const int64_t dims[] = {32, 96, 160};
+  for (int i = 0; i < 6 * 3; i++) {
+    const nyb_format format = affine(widths[i / 3], 32, NYB_F16);
+    attention_shape shape = decode("H58: rows of each width", 4, dims[i % 3], &format, 333);
+    shape.keys = shape.values = ROWS_RAW;
+    shape.out_dtype = NYB_F32;
+    expect_right_everywhere(&shape, NULL);
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_scale_is_not_folded_in_f16),
@@ -260,6 +300,8 @@ int main(void) {
       cmocka_unit_test(test_every_column_is_written),
       cmocka_unit_test(test_merge_keeps_to_the_strides),
       cmocka_unit_test(test_wide_heads_over_a_long_context),
+      cmocka_unit_test(test_every_border_is_computed),
+      cmocka_unit_test(test_every_isa_reads_the_same_rows),
   };
   return cmocka_run_group_tests(tests, make_contexts, free_contexts);
 }
