@@ -1,8 +1,8 @@
 /* SPDX-License-Identifier: Apache-2.0 */
-/* The device functions of quantize, dequantize, GeGLU and of attention's rows and places, compiled
- * for the host, against the CPU's own: the arithmetic is the same on both, so that equal bits here
- * are equal bits on the GPU, but for what the device does by its own instructions (nyb_number_from
- * and _to). */
+/* The device functions of quantize, dequantize, GeGLU and of attention's rows, places and leaves,
+ * compiled for the host, against the CPU's own: the arithmetic is the same on both, so that equal
+ * bits here are equal bits on the GPU, but for what the device does by its own instructions
+ * (nyb_number_from and _to). */
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -18,6 +18,7 @@
 #include "../src/cuda/attention.h"
 #include "../src/cuda/device/attention_combine.cuh"
 #include "../src/cuda/device/attention_general.cuh"
+#include "../src/cuda/device/attention_leaves.cuh"
 #include "../src/cuda/device/attention_places.cuh"
 #include "../src/cuda/device/geglu.cuh"
 #include "../src/cuda/device/quantize.cuh"
@@ -590,6 +591,75 @@ static void test_merge(void **state) {
   nyb_context_destroy(context);
 }
 
+/* ---- Subtrees of leaves --------------------------------------------------------------------- */
+
+enum { MOST_LEAVES = 200 };
+
+/* Which leaves of a pair begin a subtree, leaf by leaf as a block of threads writes them: run_of
+ * says for each which run it lies in. */
+static void walk_subtrees(const nyb_seen_leaves *seen, const int32_t *run_of, int32_t levels,
+                          bool *begins) {
+  const int32_t pieces[2][2] = {{0, seen->keep}, {seen->begin, seen->end}};
+  for (int i = 0; i < MOST_LEAVES; i++) begins[i] = false;
+  for (int piece = 0; piece < 2; piece++) {
+    for (int32_t leaf = pieces[piece][0]; leaf < pieces[piece][1];) {
+      int32_t end = leaf + 1;
+      while (end < pieces[piece][1] && run_of[end] == run_of[leaf]) end++;
+      while (leaf < end) {
+        int32_t level = 0;
+        while (level < levels && leaf % (2 << level) == 0 && leaf + (2 << level) <= end) level++;
+        begins[leaf] = true;
+        leaf += 1 << level;
+      }
+    }
+  }
+}
+
+static void check_subtrees(const nyb_seen_leaves *seen, uint32_t first_unit, uint32_t units,
+                           uint32_t blocks, int32_t levels) {
+  const nyb_leaf_runs runs = nyb_leaf_runs_of(units, blocks);
+  int32_t run_of[MOST_LEAVES], block = 0;
+  bool begins[MOST_LEAVES];
+  uint32_t unit = first_unit;
+  for (int32_t leaf = 0; leaf < seen->end; leaf++) {
+    if (leaf >= seen->keep && leaf < seen->begin) continue;
+    while (nyb_run_begin(&runs, (uint32_t)block + 1) <= unit) block++;
+    assert_int_equal(nyb_run_end(&runs, unit), nyb_run_begin(&runs, (uint32_t)block + 1));
+    run_of[leaf] = block;
+    unit++;
+  }
+  assert_true(unit <= units);
+  walk_subtrees(seen, run_of, levels, begins);
+  for (int32_t window = 0; window < MOST_LEAVES; window += NYB_LEAF_WINDOW) {
+    const uint32_t begun = nyb_subtrees_begun(&runs, first_unit, seen, levels, window);
+    for (int32_t i = 0; i < NYB_LEAF_WINDOW; i++)
+      assert_int_equal(begun >> i & 1, window + i < MOST_LEAVES && begins[window + i]);
+  }
+}
+
+/* Every number of leaves and of blocks, and random pairs among others' units. */
+static void test_subtrees(void **state) {
+  (void)state;
+  check_random random = {.state = 5};
+  for (int32_t leaves = 0; leaves < 70; leaves++) {
+    for (uint32_t blocks = 1; blocks < 80; blocks++) {
+      const nyb_seen_leaves seen = {0, 0, leaves};
+      check_subtrees(&seen, 0, (uint32_t)leaves, blocks, (int32_t)(blocks % 5));
+    }
+  }
+  for (int i = 0; i < 20000; i++) {
+    nyb_seen_leaves seen = {0, 0, (int32_t)check_random_below(&random, MOST_LEAVES)};
+    if (i % 3 != 0) seen.begin = (int32_t)check_random_below(&random, (uint32_t)seen.end + 1);
+    if (i % 3 == 2) seen.keep = (int32_t)check_random_below(&random, (uint32_t)seen.begin + 1);
+    if (seen.keep >= seen.begin) seen.keep = seen.begin = 0;
+    const uint32_t before = (uint32_t)check_random_below(&random, i % 2 == 0 ? 3000 : 30);
+    const uint32_t own = (uint32_t)(seen.end - seen.begin + seen.keep);
+    const uint32_t units = before + own + (uint32_t)check_random_below(&random, 3000);
+    const uint32_t blocks = 1 + (uint32_t)check_random_below(&random, i % 5 == 0 ? 4000 : 400);
+    check_subtrees(&seen, before, units, blocks, i % (NYB_LEAF_MAX_LEVELS + 1));
+  }
+}
+
 int main(void) {
   const struct CMUnitTest tests[] = {
       cmocka_unit_test(test_conversions),
@@ -605,6 +675,7 @@ int main(void) {
       cmocka_unit_test(test_numbers_out_of_range),
       cmocka_unit_test(test_fold_of_sides),
       cmocka_unit_test(test_merge),
+      cmocka_unit_test(test_subtrees),
   };
   return cmocka_run_group_tests(tests, set_up, NULL);
 }

@@ -149,6 +149,7 @@ static bool suits(const nyb_attention_call *call, const nyb_cuda_properties *pro
   const cut c = cut_of(call, properties);
   return c.rows <= MAX_ROWS && nyb_room_tokens(a) <= MAX_TOKENS &&
          (c.leaves == 0 || c.pairs < INT32_MAX / c.leaves) &&
+         a->batch * a->kv_heads < INT32_MAX / (c.rows * a->value_dim / NYB_MERGE_ELEMENTS) &&
          (!nyb_is_paged(a) || (is_packed(a) && is_aligned_query(a)));
 }
 

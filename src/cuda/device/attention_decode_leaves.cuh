@@ -1,9 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// What attention_decode and attention_merge share: which block of threads attends to which leaves,
-// and which subtrees of leaves it leaves in the workspace.
+// What attention_decode and attention_merge share: their parameter, and which leaves of a sequence
+// hold what is seen.
 #pragma once
 
 #include "attention_decode_arguments.h"
+#include "attention_leaves.cuh"
 #include "attention_places.cuh"
 #include "numbers.cuh"
 
@@ -67,11 +68,11 @@ __device__ __forceinline__ Sequence sequence_of(const Arguments &arguments, int 
 // The leaves of a sequence that hold what its query rows see: [0, keep) and [begin, end). Leaves
 // are counted from the sequence's start whatever is seen of it, so that a row's tree is always the
 // same.
-struct Leaves {
-  int keep, begin, end;
-  __device__ __forceinline__ Leaves() : keep(0), begin(0), end(0) {} // none
-  __device__ __forceinline__ Leaves(const Sequence &sequence, int leaf_tokens)
-      : keep(0), begin(0), end((sequence.length + leaf_tokens - 1) / leaf_tokens) {
+struct Leaves : nyb_seen_leaves {
+  __device__ __forceinline__ Leaves() { keep = begin = end = 0; } // none
+  __device__ __forceinline__ Leaves(const Sequence &sequence, int leaf_tokens) {
+    keep = begin = 0;
+    end = (sequence.length + leaf_tokens - 1) / leaf_tokens;
 #if FEATURED
     keep = (sequence.keep_tokens + leaf_tokens - 1) / leaf_tokens;
     begin = sequence.begin_token < sequence.length ? sequence.begin_token / leaf_tokens : end;
@@ -89,27 +90,15 @@ struct Leaves {
   __device__ __forceinline__ int piece_end(int leaf) const { return leaf < keep ? keep : end; }
 };
 
-// All leaves of all pairs (the host takes another kernel where they are 2^31 or more), dealt out in
-// runs of neighbours, each as long as the next or longer by one.
-struct Runs {
-  uint32 share, longer;
-  __device__ __forceinline__ Runs(uint32 units, uint32 blocks)
-      : share(units / blocks), longer(units % blocks) {}
-  __device__ __forceinline__ uint32 begin_of(uint32 block) const {
-    return share * block + min(longer, block);
-  }
-  // Behind the run that `unit` lies in.
-  __device__ __forceinline__ uint32 end_at(uint32 unit) const {
-    const uint32 long_units = longer * (share + 1);
-    if (unit < long_units) return (unit / (share + 1) + 1) * (share + 1);
-    return long_units + ((unit - long_units) / share + 1) * share;
+// What two neighbouring subtrees' sums, in units of 2^maximum, are multiplied by before they are
+// added. One of the factors is 1.
+struct JoinFactors {
+  float maximum, left, right;
+  __device__ __forceinline__ JoinFactors(float left_maximum, float right_maximum)
+      : maximum(fmaxf(left_maximum, right_maximum)),
+        left(rescale_factor(left_maximum - maximum)),
+        right(rescale_factor(right_maximum - maximum)) {}
+  __device__ __forceinline__ float join(float left_sum, float right_sum) const {
+    return fmaf(left_sum, left, __fmul_rn(right_sum, right));
   }
 };
-
-// A pair's part of a run, from leaf `leaf` up to `end`, is written as subtrees from left to right,
-// each the largest that begins there. The first has 2^level leaves.
-__device__ __forceinline__ int subtree_level(int leaf, int end, int levels) {
-  int level = 0;
-  while (level < levels && (leaf >> level & 1) == 0 && leaf + (2 << level) <= end) level++;
-  return level;
-}

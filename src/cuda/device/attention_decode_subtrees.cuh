@@ -252,18 +252,14 @@ struct Combiner {
   __device__ __forceinline__ void join(const Subtree &left, Subtree &right) const {
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
-      const float maximum = fmaxf(left.maximum[j], right.maximum[j]);
-      const float left_factor = rescale_factor(left.maximum[j] - maximum);
-      const float right_factor = rescale_factor(right.maximum[j] - maximum);
-      right.sum[j] = left.sum[j] * left_factor + right.sum[j] * right_factor;
-      right.maximum[j] = maximum;
+      const JoinFactors factors(left.maximum[j], right.maximum[j]);
+      right.sum[j] = factors.join(left.sum[j], right.sum[j]);
+      right.maximum[j] = factors.maximum;
 #pragma unroll
       for (int i = 0; i < SUMS; i++) {
 #pragma unroll
-        for (int k = j % 2; k < 4; k += 2) {
-          right.out[i][j / 2][k] =
-              left.out[i][j / 2][k] * left_factor + right.out[i][j / 2][k] * right_factor;
-        }
+        for (int k = j % 2; k < 4; k += 2)
+          right.out[i][j / 2][k] = factors.join(left.out[i][j / 2][k], right.out[i][j / 2][k]);
       }
     }
   }

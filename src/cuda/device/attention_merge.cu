@@ -15,32 +15,38 @@
 #error "a parameter of attention_merge is missing"
 #endif
 
-constexpr int GROUP = NYB_MERGE_GROUP, ELEMENTS = NYB_MERGE_ELEMENTS;
+constexpr int GROUP = NYB_MERGE_GROUP, ELEMENTS = NYB_MERGE_ELEMENTS, GROUP_SHIFT = 3;
 constexpr int WARP_GROUPS = NYB_MERGE_WARP_GROUPS, MAX_WARPS = NYB_MERGE_MAX_WARPS;
 constexpr int PARTS = VALUE_DIM / ELEMENTS, STATISTICS = NYB_DECODE_STATISTICS(COLUMNS);
 constexpr int MAX_ROUND_LEVELS = 24;
-static_assert(VALUE_DIM % ELEMENTS == 0 && ELEMENTS == 4);
+static_assert(VALUE_DIM % ELEMENTS == 0 && ELEMENTS == 4 && GROUP == 1 << GROUP_SHIFT);
 
-// Of a subtree: elements of a row's output and its sum of weights, not divided yet.
+// Of a subtree: elements of a row's output and its sum of weights, not divided yet, in units of
+// 2^maximum.
 struct Part {
-  float out[ELEMENTS], sum;
+  float out[ELEMENTS], sum, maximum;
 };
+__device__ __forceinline__ Part no_part() { return {{0, 0, 0, 0}, 0, -infinity()}; }
 
-__device__ __forceinline__ Part operator+(const Part &x, const Part &y) {
+// As attention_decode joins them: where the tree is cut between the two changes no bit.
+__device__ __forceinline__ Part join(const Part &left, const Part &right) {
+  const JoinFactors factors(left.maximum, right.maximum);
   Part total;
 #pragma unroll
-  for (int j = 0; j < ELEMENTS; j++) total.out[j] = x.out[j] + y.out[j];
-  total.sum = x.sum + y.sum;
+  for (int j = 0; j < ELEMENTS; j++) total.out[j] = factors.join(left.out[j], right.out[j]);
+  total.sum = factors.join(left.sum, right.sum);
+  total.maximum = factors.maximum;
   return total;
 }
 
-// Plus that of the lane `distance` on, or before: both get the same.
-__device__ __forceinline__ Part with_neighbour(const Part &own, int distance) {
+// With that of the lane `distance` on: right for the lanes that are the left of two.
+__device__ __forceinline__ Part with_next(const Part &own, int distance) {
   Part other;
 #pragma unroll
-  for (int j = 0; j < ELEMENTS; j++) other.out[j] = __shfl_xor_sync(~0u, own.out[j], distance);
-  other.sum = __shfl_xor_sync(~0u, own.sum, distance);
-  return own + other;
+  for (int j = 0; j < ELEMENTS; j++) other.out[j] = __shfl_down_sync(~0u, own.out[j], distance);
+  other.sum = __shfl_down_sync(~0u, own.sum, distance);
+  other.maximum = __shfl_down_sync(~0u, own.maximum, distance);
+  return join(own, other);
 }
 
 __device__ __forceinline__ uint32 leaves_of(const Arguments &arguments, int batch) {
@@ -76,50 +82,65 @@ __device__ __forceinline__ LeafCounts count_leaves(const Arguments &arguments, i
   return total;
 }
 
-// How lanes share rows: `sharers` lanes of a warp and `warps` warps the same elements.
+// How lanes share rows: `sharers` lanes of a warp and `warps` warps the same elements. All are powers
+// of two, and the shifts that divide by them.
 struct Place {
-  int sharers, warps; // powers of two
-  int items;          // of a warp: other elements
-  int item, group;    // this lane's; group: among all that share its elements
-  int warp;           // among those that share its elements
-  __device__ __forceinline__ explicit Place(int groups)
-      : sharers(min(groups, WARP_GROUPS)), warps(groups / sharers), items(32 / sharers) {
+  int sharers, warps, group_shift, sharer_shift, item_shift;
+  int items;       // of a warp: other elements
+  int item, group; // this lane's; group: among all that share its elements
+  int index;       // of the item in its warp
+  int sharer;      // among the warp's that share it
+  int warp;        // among those that share its elements
+  __device__ __forceinline__ explicit Place(int groups) : sharers(min(groups, WARP_GROUPS)) {
+    group_shift = __ffs(groups) - 1;
+    sharer_shift = __ffs(sharers) - 1;
+    item_shift = 5 - sharer_shift;
     const int lane = threadIdx.x % 32, own_warp = threadIdx.x / 32;
-    warp = own_warp % warps;
-    item = own_warp / warps * items + lane % items;
-    group = warp * sharers + lane / items;
+    const int warp_shift = group_shift - sharer_shift;
+    warps = 1 << warp_shift;
+    items = 1 << item_shift;
+    index = lane & (items - 1);
+    sharer = lane >> item_shift;
+    warp = own_warp & (warps - 1);
+    item = (own_warp >> warp_shift << item_shift) + index;
+    group = (warp << sharer_shift) + sharer;
   }
 };
 
 // The row that a lane adds up, and where its pair's leaves stand among all.
 struct Row {
   int batch, head, row, part;
+  int query_head, query;
   Sequence sequence;
   Leaves leaves; // none where there is no such row
   uint32 first_unit;
   bool exists;
 };
-__device__ __forceinline__ Row find_row(const Arguments &arguments, int item, uint32 *units) {
+__device__ __forceinline__ Row find_row(const Arguments &arguments, const Place &place,
+                                        uint32 *units) {
   const nyb_decode_arguments &a = decode_of(arguments);
-  const int rows = a.heads_per_kv * a.query_len;
-  const int64 first = static_cast<int64>(blockIdx.x) * (blockDim.x / a.merge_groups);
-  const int64 index = first + item;
-  const int64 pair = index / PARTS / rows;
-  const int first_batch =
-      a.batch == 1 ? 0 : min(static_cast<int>(first / PARTS / rows / a.kv_heads), a.batch);
+  const uint32 rows = a.heads_per_kv * a.query_len; // all below 2^31: the host sees to it
+  const uint32 first = blockIdx.x * (blockDim.x >> place.group_shift);
+  const uint32 index = first + place.item, pair = index / PARTS / rows;
+  int first_batch = 0;
+  if (a.batch > 1) first_batch = min(static_cast<int>(first / PARTS / rows / a.kv_heads), a.batch);
   const LeafCounts counted = count_leaves(arguments, first_batch);
   Row row;
-  row.exists = pair < static_cast<int64>(a.batch) * a.kv_heads;
-  row.batch = row.exists ? static_cast<int>(pair / a.kv_heads) : 0;
-  row.head = static_cast<int>(pair % a.kv_heads);
-  row.row = static_cast<int>(index / PARTS % rows);
+  const uint32 batch = a.batch > 1 ? pair / a.kv_heads : pair >= a.kv_heads;
+  row.exists = batch < a.batch;
+  row.batch = row.exists ? static_cast<int>(batch) : 0;
+  row.head = static_cast<int>(pair - batch * a.kv_heads);
+  row.row = static_cast<int>(index / PARTS - pair * rows);
   row.part = static_cast<int>(index % PARTS);
+  const uint32 head_of_kv = a.query_len > 1 ? static_cast<uint32>(row.row) / a.query_len : row.row;
+  row.query_head = row.head * a.heads_per_kv + static_cast<int>(head_of_kv);
+  row.query = row.row - static_cast<int>(head_of_kv) * a.query_len;
   if (row.exists) {
     row.sequence = sequence_of(arguments, row.batch);
     row.leaves = Leaves(row.sequence, a.leaf_tokens);
   }
   uint32 before = counted.before;
-  for (int batch = first_batch; batch < row.batch; batch++) before += leaves_of(arguments, batch);
+  for (int other = first_batch; other < row.batch; other++) before += leaves_of(arguments, other);
   const uint32 pairs = a.kv_heads * a.row_tiles; // of a sequence
   *units = counted.all * pairs;
   row.first_unit =
@@ -127,35 +148,22 @@ __device__ __forceinline__ Row find_row(const Arguments &arguments, int item, ui
   return row;
 }
 
-// Bit i: a subtree begins at leaf first + i.
-__device__ __forceinline__ uint32 begins_of(const nyb_decode_arguments &a, const Runs &runs,
-                                            const Row &row, int64 first) {
-  uint32 begins = 0;
+// Bit i: a subtree begins at leaf first + i, of GROUP.
+__device__ __forceinline__ uint32 begins_of(const nyb_decode_arguments &a,
+                                            const nyb_leaf_runs &runs, const Row &row,
+                                            int64 first) {
   if (first >= row.leaves.end) return 0;
-  const int last = min(static_cast<int>(first) + GROUP, row.leaves.end);
-  int leaf = static_cast<int>(first) >> a.levels << a.levels, end = 0;
-  while (leaf < last) {
-    if (FEATURED && leaf >= row.leaves.keep && leaf < row.leaves.begin) {
-      leaf = row.leaves.begin;
-      continue;
-    }
-    if (leaf >= end) { // up to here, a block of threads has added neighbours
-      const uint32 unit = row.first_unit + row.leaves.index_of(leaf);
-      end = static_cast<int>(
-          min(runs.end_at(unit) - unit + leaf, static_cast<uint32>(row.leaves.piece_end(leaf))));
-    }
-    if (leaf >= first) begins |= 1u << (leaf - static_cast<int>(first));
-    leaf += 1 << subtree_level(leaf, end, a.levels);
-  }
-  return begins;
+  const int leaf = static_cast<int>(first), window = leaf & -NYB_LEAF_WINDOW;
+  const uint32 begun = nyb_subtrees_begun(&runs, row.first_unit, &row.leaves, a.levels, window);
+  return begun >> (leaf - window) & ((1 << GROUP) - 1);
 }
+static_assert(NYB_LEAF_WINDOW % GROUP == 0);
 
-// The finished elements, and once lse. highest: the unit of `total` in log2.
-__device__ __forceinline__ void store(const Arguments &arguments, const Row &row, float highest,
-                                      Part total) {
+// The finished elements, and once lse.
+__device__ __forceinline__ void store(const Arguments &arguments, const Row &row, Part total) {
   const nyb_decode_arguments &a = decode_of(arguments);
-  const int64 query_head = static_cast<int64>(row.head) * a.heads_per_kv + row.row / a.query_len;
-  const int64 query = row.row % a.query_len;
+  const int64 query_head = row.query_head, query = row.query;
+  float highest = total.maximum;
   char *out =
       a.out + row.batch * a.out_stride[0] + query_head * a.out_stride[1] + query * a.out_stride[2];
   // A row that sees tokens, but scores of -inf only, is 0/0.
@@ -210,44 +218,32 @@ __device__ __forceinline__ void store(const Arguments &arguments, const Row &row
 
 // What the warps that share elements have summed, from left to right. For the whole block of
 // threads; the first of those warps has the result.
-__device__ __forceinline__ Part add_warps(const Place &place, const Part &own) {
+__device__ __forceinline__ Part join_warps(const Place &place, const Part &own) {
   __shared__ Part of_warp[MAX_WARPS][32];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int index = lane % place.items, sharer = lane / place.items;
+  const int warp = threadIdx.x / 32, index = place.index, sharer = place.sharer;
   __syncthreads(); // the round before has been read
   if (sharer == 0) of_warp[warp][index] = own;
   __syncthreads();
-  const int each = (place.warps + place.sharers - 1) / place.sharers;
-  Part total = {};
+  const int each = (place.warps + place.sharers - 1) >> place.sharer_shift;
+  Part total = no_part();
   if (place.warp == 0 && sharer * each < place.warps) {
     total = of_warp[warp + sharer * each][index];
-    if (each == 2) total = total + of_warp[warp + sharer * each + 1][index];
+    if (each == 2) total = join(total, of_warp[warp + sharer * each + 1][index]);
   }
   for (int distance = place.items; distance < 32; distance *= 2)
-    total = with_neighbour(total, distance);
+    total = with_next(total, distance);
   return total;
 }
 static_assert(MAX_WARPS <= 2 * WARP_GROUPS);
 
-__device__ __forceinline__ float highest_of_warps(const Place &place, float own) {
-  __shared__ float of_warp[MAX_WARPS][32];
-  const int index = threadIdx.x % place.items, warp = threadIdx.x / 32;
-  of_warp[warp][index] = own; // all that share it in a warp have the same
-  __syncthreads();
-  float highest = -infinity();
-  for (int i = 0; i < place.warps; i++)
-    highest = fmaxf(highest, of_warp[warp - place.warp + i][index]);
-  return highest;
-}
-
-extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 2)
     attention_merge(const __grid_constant__ Arguments arguments) {
   const nyb_decode_arguments &a = decode_of(arguments);
   const int groups = a.merge_groups;
   const Place place(groups);
   uint32 units;
-  const Row row = find_row(arguments, place.item, &units);
-  const Runs runs(units, a.blocks);
+  const Row row = find_row(arguments, place, &units);
+  const nyb_leaf_runs runs = nyb_leaf_runs_of(units, a.blocks);
   const int64 slot =
       ((static_cast<int64>(row.batch) * a.kv_heads + row.head) * a.row_tiles + row.row / COLUMNS) *
       a.capacity_leaves;
@@ -255,68 +251,47 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
       a.partials + (slot * COLUMNS + row.row % COLUMNS) * VALUE_DIM + row.part * ELEMENTS;
   const float *statistics = a.statistics + slot * STATISTICS + row.row % COLUMNS;
   // All threads take as many rounds; one of a cache without room, too.
-  const int rounds =
-      max(static_cast<int>((a.capacity_leaves + groups * GROUP - 1) / (groups * GROUP)), 1);
+  const int round_leaves = groups * GROUP;
+  const int rounds = max(static_cast<int>(a.capacity_leaves + round_leaves - 1) >>
+                             (place.group_shift + GROUP_SHIFT),
+                         1);
   const auto first_of = [&](int round) {
     return (static_cast<int64>(round) * groups + place.group) * GROUP;
   };
-  float4 values[GROUP];
-  float maximum[GROUP], sum[GROUP];
-  const auto load = [&](int round, uint32 begins) {
-    const int64 first = first_of(round);
-#pragma unroll
-    for (int i = 0; i < GROUP; i++) {
-      maximum[i] = -infinity();
-      sum[i] = 0;
-      values[i] = make_float4(0, 0, 0, 0);
-      if ((begins >> i & 1) != 0) {
-        maximum[i] = statistics[(first + i) * STATISTICS];
-        sum[i] = statistics[(first + i) * STATISTICS + COLUMNS];
-        values[i] = *reinterpret_cast<const float4 *>(partials + (first + i) * COLUMNS * VALUE_DIM);
-      }
-    }
-  };
-  uint32 begins = begins_of(a, runs, row, first_of(rounds - 1));
+  uint32 begins = begins_of(a, runs, row, first_of(0));
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
-  float highest = -infinity();
-  for (int round = rounds - 1;; round--) { // ends with the first, whose values stay
-    load(round, begins);
-#pragma unroll
-    for (int i = 0; i < GROUP; i++) highest = fmaxf(highest, maximum[i]);
-    if (round == 0) break;
-    begins = begins_of(a, runs, row, first_of(round - 1));
-  }
-  for (int distance = place.items; distance < 32; distance *= 2)
-    highest = fmaxf(highest, __shfl_xor_sync(~0u, highest, distance));
-  if (place.warps > 1) highest = highest_of_warps(place, highest);
-
   // Subtrees of whole rounds wait here for their right neighbours.
   Part waiting[MAX_ROUND_LEVELS];
   Part total;
   for (int round = 0; round < rounds; round++) {
-    if (round > 0) load(round, begins_of(a, runs, row, first_of(round)));
+    const int64 first = first_of(round);
     Part parts[GROUP];
 #pragma unroll
     for (int i = 0; i < GROUP; i++) {
-      const float factor = rescale_factor(maximum[i] - highest);
-      parts[i] = {
-          {values[i].x * factor, values[i].y * factor, values[i].z * factor, values[i].w * factor},
-          sum[i] * factor};
+      parts[i] = no_part();
+      if ((begins >> i & 1) != 0) {
+        const float4 out =
+            *reinterpret_cast<const float4 *>(partials + (first + i) * COLUMNS * VALUE_DIM);
+        parts[i] = {{out.x, out.y, out.z, out.w},
+                    statistics[(first + i) * STATISTICS + COLUMNS],
+                    statistics[(first + i) * STATISTICS]};
+      }
     }
+    if (round + 1 < rounds) begins = begins_of(a, runs, row, first_of(round + 1));
 #pragma unroll
     for (int step = 1; step < GROUP; step *= 2) {
 #pragma unroll
-      for (int i = 0; i < GROUP; i += 2 * step) parts[i] = parts[i] + parts[i + step];
+      for (int i = 0; i < GROUP; i += 2 * step) parts[i] = join(parts[i], parts[i + step]);
     }
     total = parts[0];
     for (int distance = place.items; distance < 32; distance *= 2)
-      total = with_neighbour(total, distance);
-    if (place.warps > 1) total = add_warps(place, total);
+      total = with_next(total, distance);
+    if (place.warps > 1) total = join_warps(place, total);
     if (rounds > 1) {
       int level = 0;
-      for (int done = round; (done & 1) != 0; done >>= 1) total = waiting[level++] + total;
+      for (int done = round; (done & 1) != 0; done >>= 1) total = join(waiting[level++], total);
       waiting[level] = total;
     }
   }
@@ -325,8 +300,8 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
     const int lowest = __ffs(rounds) - 1;
     total = waiting[lowest];
     for (int level = lowest + 1; level < MAX_ROUND_LEVELS; level++) {
-      if ((rounds >> level & 1) != 0) total = waiting[level] + total;
+      if ((rounds >> level & 1) != 0) total = join(waiting[level], total);
     }
   }
-  store(arguments, row, highest, total);
+  store(arguments, row, total);
 }
