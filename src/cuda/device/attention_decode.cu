@@ -55,13 +55,15 @@ __device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, cons
 }
 
 // The same where two warps share a tile, up to the barrier: neither waits for the other's scores
-// before it has summed the step before. Whether a maximum was too low; first: there is none yet.
+// before it has summed the step before. Whether a maximum was too low; first: there is none yet;
+// last: there is no step, but the one before.
 template <bool MASKED>
 __device__ __forceinline__ bool go_on_by_parts(Leaf &leaf, const Step &before, Step &step,
                                                const Queries &q, uint32 shared,
-                                               const Addresses &where, bool first) {
-  step.score_part<MASKED>(leaf, q, shared, where);
+                                               const Addresses &where, bool first, bool last) {
+  if (!last) step.score_part<MASKED>(leaf, q, shared, where);
   if (!first) before.add_to<MASKED>(leaf, shared, where);
+  if (last) return false;
   step.add_other_part<MASKED>(q, shared, where);
   if (first) return true;
   const bool raises = step.raises(leaf, q, shared, where);
@@ -132,7 +134,10 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
   enum { SAME_PAIR, NEW_PAIR, FIRST_PAIR };
   int entry = FIRST_PAIR;
   for (uint32 unit = begin, units_end = end; unit < units_end; unit++) {
-    if (entry != SAME_PAIR) q.load(arguments, at, shared);
+    if (entry != SAME_PAIR) {
+      q.load(arguments, at, shared);
+      if constexpr (HELD_PAIRS > 0) q.hold_fragments(where.fragments);
+    }
     if (entry == FIRST_PAIR) first_keys_arrived();
     leaf.clear(where);
     const int first_step = first_step_of(at), steps = end_step_of(at);
@@ -159,13 +164,15 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
       buffer ^= 1;
     };
     if constexpr (WARP_PARTS > 1) { // one code for all steps: instruction caches are small
-      for (int index = 0; index < steps; index++) {
+      for (int index = 0;; index++) {
         const Step before = step;
-        enter(index);
-        const bool whole = seen_whole(index), first = index == 0;
-        const bool raises = whole
-                                ? go_on_by_parts<false>(leaf, before, step, q, shared, where, first)
-                                : go_on_by_parts<true>(leaf, before, step, q, shared, where, first);
+        const bool first = index == 0, last = index == steps, whole = seen_whole(index - last);
+        if (!last) enter(index);
+        const bool raises =
+            whole
+                ? go_on_by_parts<false>(leaf, before, step, q, shared, where, first, last)
+                : go_on_by_parts<true>(leaf, before, step, q, shared, where, first, last);
+        if (last) break;
         if (weighed(raises)) {
           leaf.raise(step.scores, q, step.scales_at, step.unseen, shared, where, raised_buffer);
           if (whole) {
@@ -199,7 +206,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
         }
       }
     }
-    step.add_to<true>(leaf, shared, where);
+    if constexpr (WARP_PARTS == 1) step.add_to<true>(leaf, shared, where);
     if constexpr (WARP_PARTS > 1) {
       const Parked parked = unpark(shared);
       at = parked.at;

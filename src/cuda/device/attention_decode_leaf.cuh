@@ -114,14 +114,13 @@ struct Leaf {
     if constexpr (HOLD_EXPONENTS) return value_exponent[group];
     return 14 + 127 - static_cast<int>(load_word(where.grows + group * 4) >> 23);
   }
-  __device__ __forceinline__ void set_exponent(int group, int exponent, const Addresses &where) {
-    if constexpr (HOLD_EXPONENTS) {
-      value_exponent[group] = exponent;
-    } else if ((threadIdx.x & 31) == 0) {
-      asm volatile("st.shared.b32 [%0], %1;" ::"r"(where.grows + group * 4),
-                   "r"(grow_bits(exponent))
-                   : "memory");
-    }
+  // Where exponents are not held: of group `lane`.
+  static __device__ __forceinline__ void store_exponent(int lane, int exponent,
+                                                        const Addresses &where) {
+    __syncwarp();
+    if (lane < VALUE_GROUPS)
+      store_float_shared(where.grows + lane * 4, __uint_as_float(grow_bits(exponent)));
+    __syncwarp();
   }
 
   __device__ __forceinline__ void clear(const Addresses &where) {
@@ -143,9 +142,12 @@ struct Leaf {
         for (int g = 0; g < BIAS_GROUPS; g++) bias[g][set][j] = 0;
       }
     }
-    if constexpr (!HOLD_EXPONENTS) __syncwarp();
+    if constexpr (HOLD_EXPONENTS) {
 #pragma unroll
-    for (int g = 0; g < VALUE_GROUPS; g++) set_exponent(g, NO_VALUES, where);
+      for (int g = 0; g < VALUE_GROUPS; g++) value_exponent[g] = NO_VALUES;
+    } else {
+      store_exponent(thread_here() & 31, NO_VALUES, where);
+    }
   }
 
   // scores[i][n]: of the lane's token i, columns 2 * (lane % 4) and the next: its part of head_dim.
@@ -170,7 +172,7 @@ struct Leaf {
         }
 #pragma unroll
         for (int part = 0; part < SPLIT; part++) { // parts that columns share
-          multiply_keys(products, ((own + part) * PART_GROUPS + g) * GROUP_STEPS, GROUP_STEPS,
+          multiply_keys(products, ((own + part) * PART_GROUPS + g) * GROUP_STEPS, GROUP_STEPS, q,
                         stage, queries, where);
         }
 #pragma unroll
@@ -207,17 +209,23 @@ struct Leaf {
   }
   // Adds steps `first` to `first` + STEPS of head_dim.
   static __device__ __forceinline__ void multiply_keys(float (*products)[N_TILES][4], int first,
-                                                       int count, uint32 stage, uint32 queries,
-                                                       const Addresses &where) {
+                                                       int count, const Queries &q, uint32 stage,
+                                                       uint32 queries, const Addresses &where) {
     const int lane = threadIdx.x & 31, c = lane & 3, r = lane >> 2;
     uint32 words[HALVES][4], fragment[N_TILES][4];
 #pragma unroll
     for (int step = first; step < first + count; step++) {
       if (step % 2 == 0 || step == first) {
 #pragma unroll
-        for (int n = 0; n < N_TILES; n++)
-          load_words<16>(fragment[n], Queries::fragment_address(
-                                          WARP_PARTS > 1 ? where.fragments : queries, step, n));
+        for (int n = 0; n < N_TILES; n++) {
+          if (n == 0 && step / 2 < HELD_PAIRS) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) fragment[n][i] = q.fragment_of(step, i);
+          } else {
+            load_words<16>(fragment[n], Queries::fragment_address(
+                                            WARP_PARTS > 1 ? where.fragments : queries, step, n));
+          }
+        }
       }
 #pragma unroll
       for (int h = 0; h < HALVES; h++) {
@@ -355,10 +363,12 @@ struct Leaf {
                    : "memory");
     }
   }
-  // The block's maxima, for two warps that share a tile: of columns, and of V's finite scales.
-  static __device__ __forceinline__ void tell_highest(const float *highest,
-                                                      const float *largest_scale, uint32 raised) {
-    const int lane = threadIdx.x & 31, c = lane & 3;
+  // The block's maxima, for two warps that share a tile: of columns; of V's finite scales, where a
+  // warp looks at all tokens of its groups.
+  static __device__ __forceinline__ void tell_highest(const float *highest, uint32 scales_at,
+                                                      uint32 raised) {
+    const uint32 thread = thread_here();
+    const int lane = thread & 31, c = lane & 3, warp = thread >> 5;
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       float top = highest[j];
@@ -367,14 +377,24 @@ struct Leaf {
         top = fmaxf(top, __shfl_xor_sync(~0u, top, distance));
       if (lane < NEXT_ROW) raise_word(raised + (j / 2 * 8 + 2 * c + j % 2) * 4, to_ordered(top));
     }
-    uint32 own = 0;
 #pragma unroll
-    for (int g = 0; g < VALUE_GROUPS; g++) {
-      const float finite = largest_scale[g] == infinity() ? 0.0f : largest_scale[g];
-      const uint32 largest = __reduce_max_sync(~0u, to_ordered(finite));
-      own = lane == g ? largest : own;
+    for (int first = 0; first < VALUE_GROUPS; first += WARPS) {
+      const int group = first + warp;
+      if (VALUE_GROUPS % WARPS != 0 && group >= VALUE_GROUPS) break;
+      float largest = 0;
+#pragma unroll
+      for (int i = 0; i < STEP; i += 32) {
+        const int token = i + lane;
+        PerGroup<VALUE_SCALE_TYPE, 1, 1, VALUE_GROUPS> scales;
+        scales.load(scales_at + token / TILE * OWN_VALUE_SCALE_BYTES +
+                    (token % TILE * VALUE_GROUPS + group) * bytes_of(VALUE_SCALE_TYPE));
+        const float scale = fabsf(scales.at(0, 0));
+        largest = fmaxf(largest, scale == infinity() ? 0.0f : scale);
+      }
+      const uint32 word = __reduce_max_sync(~0u, to_ordered(largest));
+      if (lane == 0)
+        store_float_shared(raised + (COLUMNS + group) * 4, __uint_as_float(word));
     }
-    if (lane < VALUE_GROUPS) raise_word(raised + (COLUMNS + lane) * 4, own);
   }
 
   // Moves maxima (whole log2 units) and the exponents of V's scales up to this step's. A barrier.
@@ -382,18 +402,19 @@ struct Leaf {
   __device__ __forceinline__ void raise(const float (*scores)[N_TILES][2], const Queries &q,
                                         uint32 scales_at, uint32 unseen, uint32 shared,
                                         const Addresses &where, int &raised_buffer) {
-    ValueScales scales;
-    scales.load(scales_at + where.value_scales);
-    float highest[2 * N_TILES], largest_scale[VALUE_GROUPS];
+    float highest[2 * N_TILES];
     highest_of(highest, scores, q, shared);
-    largest_scales(largest_scale, scales, unseen);
     const uint32 thread = thread_here();
     const int lane = thread & 31, c = lane & 3, warp = thread >> 5;
     const uint32 raised =
         shared + RAISED_AT + (RAISED_BUFFERS > 1 ? raised_buffer * RAISED_BYTES : 0);
     if constexpr (RAISED_BUFFERS > 1) {
-      tell_highest(highest, largest_scale, raised);
+      tell_highest(highest, scales_at, raised);
     } else {
+      ValueScales scales;
+      scales.load(scales_at + where.value_scales);
+      float largest_scale[VALUE_GROUPS];
+      largest_scales(largest_scale, scales, unseen);
 #pragma unroll
       for (int j = 0; j < 2 * N_TILES; j++) {
         float top = highest[j];
@@ -430,17 +451,27 @@ struct Leaf {
         largest = fmaxf(largest, load_float_shared(raised + (w * RAISED_WORDS + word) * 4));
       return largest;
     };
-    float value_factor[VALUE_GROUPS];
+    // Where exponents are not held, a lane takes a group.
+    constexpr int LANE_EXPONENTS = HOLD_EXPONENTS ? VALUE_GROUPS : 1;
+    float value_factor[LANE_EXPONENTS];
 #pragma unroll
-    for (int g = 0; g < VALUE_GROUPS; g++) {
-      const int highest = max(exponent_of(largest_of_block(COLUMNS + g)), -100);
-      const int before = exponent(g, where);
+    for (int g = 0; g < LANE_EXPONENTS; g++) {
+      const int group = HOLD_EXPONENTS ? g : min(lane, VALUE_GROUPS - 1);
+      const int highest = max(exponent_of(largest_of_block(COLUMNS + group)), -100);
+      const int before = exponent(group, where);
       const int after = highest > before ? min(highest + VALUE_HEADROOM, 127) : before;
-      if constexpr (!HOLD_EXPONENTS) __syncwarp();
-      set_exponent(g, after, where);
       value_factor[g] = rescale_factor(static_cast<float>(before - after));
+      if constexpr (HOLD_EXPONENTS) {
+        value_exponent[g] = after;
+      } else {
+        store_exponent(lane, after, where);
+      }
     }
-    if constexpr (!HOLD_EXPONENTS) __syncwarp();
+    const auto factor_of_piece = [&](int piece) {
+      const int group = group_of_piece(where.dim_warp, piece);
+      if constexpr (HOLD_EXPONENTS) return of_group(value_factor, group);
+      return __shfl_sync(~0u, value_factor[0], group);
+    };
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       float top = largest_of_block(j / 2 * 8 + 2 * c % USED + j % 2);
@@ -456,8 +487,7 @@ struct Leaf {
       }
 #pragma unroll
       for (int piece = 0; piece < WARP_PIECES; piece++) {
-        const float out_factor =
-            factor * of_group(value_factor, group_of_piece(where.dim_warp, piece));
+        const float out_factor = factor * factor_of_piece(piece);
 #pragma unroll
         for (int i = piece * PIECE_SUMS; i < (piece + 1) * PIECE_SUMS; i++) {
           out[i][j / 2][j % 2] *= out_factor;

@@ -78,6 +78,13 @@ struct SeenBut {
 // The elements that a lane holds come in runs of so many neighbours.
 constexpr int QUERY_RUN = Keys::BY_UNITS ? 32 / KEY_BITS : KEY_LANE_DIMS;
 
+// Where two warps share a tile, registers are left for the N side of some pairs of a part's steps,
+// of the first tile of columns: reading it is a good part of all that is read of shared memory.
+constexpr int HELD_PAIRS = WARP_PARTS == 1                  ? 0
+                           : N_TILES == 1                   ? PART_GROUPS * GROUP_STEPS / 2
+                           : KEY_DIM > 512 || ROUND_SCORES ? 2
+                                                            : 4;
+
 struct Queries {
   const nyb_attention_arguments *call; // FEATURED
   // Of columns 2 * (lane % 4) and the next.
@@ -85,6 +92,7 @@ struct Queries {
                                                       // products' unit
   float held_unit[HOLD_UNITS ? 2 * N_TILES : 1];      // products' unit times this: log2 units
                                                   // (ROUND_SCORES: natural ones)
+  uint32 fragments[HELD_PAIRS > 0 ? HELD_PAIRS : 1][4];
   int visible_to_all; // [0, this), of FEATURED only what is behind begin_of_all or before
                        // keep_of_all
   int begin_of_all, keep_of_all;
@@ -92,6 +100,15 @@ struct Queries {
   // The N side of two steps: words for step `step` (even) and the next, for each tile of columns.
   static __device__ __forceinline__ uint32 fragment_address(uint32 queries, int step, int n) {
     return queries + (((step / 2) * N_TILES + n) * 32 + (threadIdx.x & 31)) * 16;
+  }
+
+  __device__ __forceinline__ void hold_fragments(uint32 part_queries) {
+#pragma unroll
+    for (int pair = 0; pair < HELD_PAIRS; pair++)
+      load_words<16>(fragments[pair], fragment_address(part_queries, 2 * pair, 0));
+  }
+  __device__ __forceinline__ uint32 fragment_of(int step, int word) const {
+    return fragments[HELD_PAIRS > 0 ? step / 2 : 0][word];
   }
 
   // The block's warps bring a share of the steps each to f16. Ends with a barrier.
