@@ -55,17 +55,22 @@ __device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, cons
 }
 
 // The same where two warps share a tile, up to the barrier: neither waits for the other's scores
-// before it has summed the step before. Whether a maximum was too low; first: there is none yet;
-// last: there is no step, but the one before.
+// before it has summed the step before. In a leaf's first turn there is none, in the one behind its
+// last step there is nothing else but, where the same pair's next leaf follows, its first step's
+// scores, which are as far as they get then.
+struct Turn {
+  bool first, last, scores;
+};
+// Whether a maximum was too low.
 template <bool MASKED>
 __device__ __forceinline__ bool go_on_by_parts(Leaf &leaf, const Step &before, Step &step,
                                                const Queries &q, uint32 shared,
-                                               const Addresses &where, bool first, bool last) {
-  if (!last) step.score_part<MASKED>(leaf, q, shared, where);
-  if (!first) before.add_to<MASKED>(leaf, shared, where);
-  if (last) return false;
+                                               const Addresses &where, Turn turn) {
+  if (turn.scores) step.score_part<MASKED>(leaf, q, shared, where);
+  if (!turn.first) before.add_to<MASKED>(leaf, shared, where);
+  if (turn.last) return false;
   step.add_other_part<MASKED>(q, shared, where);
-  if (first) return true;
+  if (turn.first) return true;
   const bool raises = step.raises(leaf, q, shared, where);
   return step.weigh<MASKED>(leaf, q, shared, where) || raises;
 }
@@ -133,6 +138,9 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
   if constexpr (RAISED_BUFFERS > 1) Leaf::clear_raised(shared, raised_buffer);
   enum { SAME_PAIR, NEW_PAIR, FIRST_PAIR };
   int entry = FIRST_PAIR;
+  // Where two warps share a tile: the next leaf's first step, whose scores are under way.
+  Step next_step;
+  bool goes_on = false;
   for (uint32 unit = begin, units_end = end; unit < units_end; unit++) {
     if (entry != SAME_PAIR) {
       q.load(arguments, at, shared);
@@ -142,7 +150,6 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
     leaf.clear(where);
     const int first_step = first_step_of(at), steps = end_step_of(at);
     const int leaf_token = at.leaf * LEAF;
-    if constexpr (WARP_PARTS > 1) park({at, unit, units_end, combiner.valid}, shared);
     Step step;
     const auto seen_whole = [&](int index) {
       const int end = leaf_token + (index + 1) * STEP;
@@ -164,14 +171,20 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
       buffer ^= 1;
     };
     if constexpr (WARP_PARTS > 1) { // one code for all steps: instruction caches are small
+      const bool begun = goes_on;
+      if (begun) step = next_step;
+      goes_on = unit + 1 < units_end && at.leaf + 1 < at.leaves().end;
+      park({at, unit, units_end, combiner.valid}, shared);
       for (int index = 0;; index++) {
         const Step before = step;
-        const bool first = index == 0, last = index == steps, whole = seen_whole(index - last);
-        if (!last) enter(index);
-        const bool raises =
-            whole
-                ? go_on_by_parts<false>(leaf, before, step, q, shared, where, first, last)
-                : go_on_by_parts<true>(leaf, before, step, q, shared, where, first, last);
+        const bool first = index == 0, last = index == steps;
+        const bool scores = first ? !begun : !last || goes_on;
+        const bool whole = seen_whole(last && !goes_on ? index - 1 : index);
+        if (scores) enter(index);
+        const Turn turn = {first, last, scores};
+        const bool raises = whole
+                                ? go_on_by_parts<false>(leaf, before, step, q, shared, where, turn)
+                                : go_on_by_parts<true>(leaf, before, step, q, shared, where, turn);
         if (last) break;
         if (weighed(raises)) {
           leaf.raise(step.scores, q, step.scales_at, step.unseen, shared, where, raised_buffer);
@@ -206,8 +219,10 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
         }
       }
     }
-    if constexpr (WARP_PARTS == 1) step.add_to<true>(leaf, shared, where);
-    if constexpr (WARP_PARTS > 1) {
+    if constexpr (WARP_PARTS == 1) {
+      step.add_to<true>(leaf, shared, where);
+    } else {
+      next_step = step;
       const Parked parked = unpark(shared);
       at = parked.at;
       unit = parked.unit;

@@ -476,9 +476,10 @@ struct Leaf {
     for (int j = 0; j < 2 * N_TILES; j++) {
       float top = largest_of_block(j / 2 * 8 + 2 * c % USED + j % 2);
       top = top <= maximum[j] ? maximum[j] : ceilf(top) + HEADROOM;
-      const float factor = maximum[j] == top ? 1.0f : rescale_factor(maximum[j] - top);
+      const float before = maximum[j];
       maximum[j] = top;
       if (first) continue;
+      const float factor = before == top ? 1.0f : rescale_factor(before - top);
 #pragma unroll
       for (int set = 0; set < SETS; set++) {
         sum[set][j] *= factor;

@@ -80,10 +80,12 @@ constexpr int QUERY_RUN = Keys::BY_UNITS ? 32 / KEY_BITS : KEY_LANE_DIMS;
 
 // Where two warps share a tile, registers are left for the N side of some pairs of a part's steps,
 // of the first tile of columns: reading it is a good part of all that is read of shared memory.
-constexpr int HELD_PAIRS = WARP_PARTS == 1                  ? 0
-                           : N_TILES == 1                   ? PART_GROUPS * GROUP_STEPS / 2
-                           : KEY_DIM > 512 || ROUND_SCORES ? 2
-                                                            : 4;
+constexpr int PART_PAIRS = PART_GROUPS * GROUP_STEPS / 2;
+constexpr int HELD_PAIRS = WARP_PARTS == 1                            ? 0
+                           : N_TILES == 1                             ? PART_PAIRS
+                           : KEY_DIM > 512 || ROUND_SCORES || !PACKED ? 2
+                           : KEY_BITS == 8                            ? 3
+                                                                      : 4;
 
 struct Queries {
   const nyb_attention_arguments *call; // FEATURED
