@@ -83,9 +83,6 @@ struct Leaves : nyb_seen_leaves {
   __device__ __forceinline__ int leaf_at(int index) const {
     return index < keep ? index : begin + index - keep;
   }
-  __device__ __forceinline__ int index_of(int leaf) const {
-    return leaf < keep ? leaf : leaf - begin + keep;
-  }
   // Behind leaf's neighbours, of those that are seen.
   __device__ __forceinline__ int piece_end(int leaf) const { return leaf < keep ? keep : end; }
 };
