@@ -294,6 +294,10 @@ def left_padding(mask: torch.Tensor) -> torch.Tensor | None:
     return starts.to(torch.int32)
 
 
+# A step that is captured in vain takes as long as an eager one: of so many it is not noticed.
+STEPS_WITHOUT_MEMORY = 32
+
+
 class DecodeGraphs:
     """What `patch_decode` does for a model, and has done.
 
@@ -308,6 +312,7 @@ class DecodeGraphs:
         self.compile = False
         self.reason: str | None = None
         self._refused: dict[torch.device, str] = {}
+        self._pause = 0  # eager steps until a capture that found no memory is tried again
         self._own = vars(model).get("forward")  # where another patch was before
 
     def forward(self, model: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
@@ -392,11 +397,18 @@ class DecodeGraphs:
         warm = (_weights(model), _places(cache), self.compile)
         if cache.warm != warm or _room(cache._layers()) <= 0:
             return None
+        if self._pause > 0:
+            self._pause -= 1
+            return None
         try:
             cache.graph = DecodeGraph(model, cache)
             self.captured += 1
         except Exception as error:
-            reason = self._refused[step.token.device] = _reason_of("capturing", error)
+            reason = _reason_of("capturing", error)
+            if _is_out_of_memory(error):  # which others may give back
+                self._pause = STEPS_WITHOUT_MEMORY
+            else:
+                self._refused[step.token.device] = reason
             self._explain("a CUDA graph", reason)
         return cache.graph
 
@@ -406,6 +418,14 @@ def _reason_of(what: str, error: Exception) -> str:
     return (
         said if isinstance(error, NybbleError) else f"{what} failed: {type(error).__name__}: {said}"
     )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """The allocators have exceptions of their own; what CUDA says itself is a RuntimeError."""
+    if isinstance(error, NybbleError):
+        return error.status == lib.NYB_ERROR_OUT_OF_MEMORY
+    known = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError))
+    return known or "out of memory" in str(error)
 
 
 def _is_step(token: Any, cache: Any) -> bool:
@@ -445,7 +465,7 @@ def _reason_against(
     return None
 
 
-def patch_decode(model: Any, compile: bool = False) -> DecodeGraphs:
+def patch_decode(model: Any, compile: bool | None = None) -> DecodeGraphs:
     """Let a model on a CUDA device replay its decode steps over a NybbleCache as a CUDA graph.
 
         graphs = nybble.transformers.patch_decode(model)
@@ -456,24 +476,26 @@ def patch_decode(model: Any, compile: bool = False) -> DecodeGraphs:
     each sequence has the logits that it had. The first step over a cache is computed as before, the
     second captures; so it goes again where the cache has moved (it grew: `NybbleCache.reserve`
     makes room before). Where a graph will not do, the step is computed as before; a warning and
-    `reason` say why. What changes the model (other weights, hooks, other patches) comes first.
+    `reason` say why; a capture that found no memory is tried again some steps later. What changes
+    the model (other weights, hooks, other patches) comes first.
 
     Args:
         compile: the layers as torch.compile makes them, which takes seconds for a model's first step
             (and again for another batch) and time off every other: a norm, a rotation or an
             activation is one kernel and no longer ten. Logits differ in last bits where sums are
-            added up in another order.
+            added up in another order. None: as it was, at first not.
 
     Returns:
-        What counts the steps; the same when it is called again, with that `compile` for graphs to
-        come.
+        What counts the steps; the same when it is called again, with that `compile`, if it is not
+        None, for graphs to come.
     """
     found: DecodeGraphs | None = vars(model).get("decode_graphs")
     if found is not None:
-        found.compile = compile
+        if compile is not None:
+            found.compile = compile
         return found
     graphs = DecodeGraphs(model)
-    graphs.compile = compile
+    graphs.compile = bool(compile)
 
     @functools.wraps(type(model).forward)  # generate() reads its signature
     def forward(self: Any, *arguments: Any, **options: Any) -> Any:

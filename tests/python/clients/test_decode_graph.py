@@ -14,7 +14,7 @@ import torch
 from test_transformers import CONFIGS, WAYS, left_padded, prompt, tiny
 
 import nybble.transformers as ours
-from nybble import NybbleError, _decode_graph
+from nybble import NybbleError, Status, _decode_graph
 from nybble.transformers import NybbleCache, NybbleLayer
 
 torch.set_num_threads(1)  # the models are tiny
@@ -379,6 +379,40 @@ def test_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tried == ["cpu"] and graphs.captured == graphs.replayed == 0
 
 
+@pytest.mark.parametrize(
+    "shortage",
+    [
+        torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB"),
+        RuntimeError("CUDA error: out of memory"),
+        NybbleError("the allocator had no 4096 bytes", Status.OUT_OF_MEMORY),
+        MemoryError("no memory for a handle"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_memory_that_is_short_for_a_while(
+    graphs_here: None, monkeypatch: pytest.MonkeyPatch, shortage: Exception
+) -> None:
+    """The steps are computed as before; later ones are captured, and not every one tries."""
+    capture, tried = _decode_graph._capture, []
+
+    def short_of_memory(step: Any, device: str) -> Any:
+        tried.append(device)
+        if len(tried) == 1:
+            raise shortage
+        return capture(step, device)
+
+    monkeypatch.setattr(_decode_graph, "_capture", short_of_memory)
+    monkeypatch.setattr(_decode_graph, "STEPS_WITHOUT_MEMORY", 4)
+    model, ids = tiny("llama", "nybble"), prompt(2, 20)
+    _, expected = generated(model, ids, do_sample=False)
+    graphs = ours.patch_decode(model)
+    with pytest.warns(UserWarning, match="without a CUDA graph: .*memory|no 4096 bytes"):
+        _, found = generated(model, ids, do_sample=False)
+    assert torch.equal(found, expected) and len(tried) == 2
+    # One that warms up, the one that found none, four that do not try.
+    assert (graphs.captured, graphs.eager, graphs.replayed) == (1, 6, 5)
+
+
 def test_on_the_cpu() -> None:
     model, ids = tiny("llama", "nybble"), prompt(2, 20)
     _, expected = generated(model, ids, do_sample=False)
@@ -391,7 +425,10 @@ def test_on_the_cpu() -> None:
 def test_patch_and_unpatch(graphs_here: None) -> None:
     model, ids = tiny("llama", "nybble"), prompt(2, 20)
     graphs = ours.patch_decode(model)
-    assert ours.patch_decode(model) is graphs
+    assert ours.patch_decode(model) is graphs and not graphs.compile
+    assert ours.patch_decode(model, compile=True).compile
+    assert ours.patch_decode(model).compile  # as it was
+    assert not ours.patch_decode(model, compile=False).compile
     model.generate(ids, max_new_tokens=4)  # transformers' own cache
     assert graphs.eager == graphs.replayed == 0
     other = copy.deepcopy(model)
