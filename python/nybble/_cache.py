@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -65,6 +66,17 @@ class Usage(NamedTuple):
     copied_bytes: int
 
 
+def _refuse_while_capturing(device: int) -> None:
+    """A capture's memory is the graph's: replays would write to it what they did before it was given
+    to the cache."""
+    torch = sys.modules.get("torch")
+    if device != _arrays.HOST and torch and torch.cuda.is_current_stream_capturing():
+        raise refuse(
+            "the stream is being captured; a cache is created before or after the capture",
+            lib.NYB_ERROR_UNSUPPORTED,
+        )
+
+
 class Cache:
     """One layer's keys and values, quantized as they are appended.
 
@@ -83,7 +95,8 @@ class Cache:
         device: "cpu", "cuda" or "cuda:1": where it lies, and computes; the context's where None.
 
     Raises:
-        NybbleError: SHAPE, HEADS, BITS, GROUP_SIZE or DTYPE for what is no cache; UNSUPPORTED.
+        NybbleError: SHAPE, HEADS, BITS, GROUP_SIZE or DTYPE for what is no cache; UNSUPPORTED,
+            also while the current stream is being captured.
 
     On CUDA the lengths are the device's: a captured append moves them along at each replay, which
     `refresh` lets this object know.
@@ -134,6 +147,7 @@ class Cache:
         options.page_tokens = page_tokens
         made = ffi.new("struct nybpy_cache **")
         with on(self.device):  # the library takes the current device for the cache's
+            _refuse_while_capturing(self.device)
             check(lib.nybpy_cache_create(self.context._owner, options, made))
         self._owner: Any = ffi.gc(made[0], lib.nybpy_cache_destroy)
         self._c: Any = self._owner.cache

@@ -120,6 +120,19 @@ assert len(names) == 1 and type(merged[0]) is OnGpu and type(merged[1]) is OnGpu
     )
 
 
+def test_no_cache_is_created_in_a_capture(fakes: Path) -> None:
+    run(
+        fakes,
+        """
+torch.cuda.is_current_stream_capturing = lambda: True
+refused(lambda: nybble.Cache(1, 2, 64, device="cuda"), "being captured", "UNSUPPORTED")
+nybble.Cache(1, 2, 64)  # the CPU knows no captures
+torch.cuda.is_current_stream_capturing = lambda: False
+nybble.Cache(1, 2, 64, device="cuda")
+""",
+    )
+
+
 def test_arrays_on_different_devices_are_refused(fakes: Path) -> None:
     run(
         fakes,
