@@ -290,9 +290,11 @@ static void *zeroed(int64_t bytes) {
   return memory;
 }
 
-static void start(scene *s, nyb_cache_options options) {
+/* allocator: NULL for the driver's memory. */
+static void start_with(scene *s, nyb_cache_options options, const nyb_allocator *allocator) {
   nyb_context_options context = NYB_CONTEXT_OPTIONS_INIT;
   context.backend = NYB_BACKEND_CUDA;
+  if (allocator != NULL) context.device_allocator = *allocator;
   assert_true(check_stage_open(0));
   *s = (scene){.stream = check_stage_stream()};
   ok(nyb_context_create(&context, &s->context));
@@ -305,6 +307,8 @@ static void start(scene *s, nyb_cache_options options) {
   s->rows = zeroed(8 * HEADS * 64 * DIM * (int64_t)sizeof(float));
   s->flag = zeroed(sizeof *s->flag);
 }
+
+static void start(scene *s, nyb_cache_options options) { start_with(s, options, NULL); }
 
 static void finish(scene *s) {
   nyb_cache_destroy(s->cache);
@@ -512,6 +516,62 @@ static void test_calls_that_fail(void **state) {
   }
 }
 
+/* Memory of the caller's, whose release waits for nothing, as those of frameworks do not. */
+typedef struct strict_memory {
+  int64_t left; /* allocations until one fails */
+  int64_t live;
+  int64_t syncs, launches; /* when the last was given out */
+} strict_memory;
+
+static void *strict_allocate(void *data, size_t bytes, size_t alignment) {
+  strict_memory *memory = data;
+  (void)alignment; /* as the driver's is */
+  if (memory->left-- == 0) return NULL;
+  memory->live++;
+  memory->syncs = fake.calls("cuStreamSynchronize");
+  memory->launches = fake.cuda->launches;
+  return device_allocate((int64_t)bytes);
+}
+
+/* What was launched since the last allocation may write to that memory until the stream is waited
+ * for. */
+static void strict_release(void *data, void *given) {
+  strict_memory *memory = data;
+  if (fake.cuda->launches > memory->launches) {
+    assert_true(fake.calls("cuStreamSynchronize") > memory->syncs);
+  }
+  memory->live--;
+  device_free(given);
+}
+
+/* More sequences than there is room for, of which the last regions' memory is missing: what has
+ * been copied into is not released before the copies are done. */
+static void test_reorder_without_memory_for_all_regions(void **state) {
+  (void)state;
+  static const int64_t doubled[5] = {0, 1, 1, 2, 0};
+  int failures = 0;
+  for (int64_t left = 0; left < 10; left++) {
+    strict_memory memory = {.left = -1};
+    const nyb_allocator allocator = {strict_allocate, strict_release, &memory};
+    scene s;
+    start_with(&s, of_kind(2), &allocator);
+    ok(append(&s, 11));
+    memory.left = left;
+    const nyb_status status = nyb_cache_reorder(s.cache, doubled, 5, s.stream);
+    memory.left = -1;
+    if (status != NYB_OK) {
+      refused(status, NYB_ERROR_OUT_OF_MEMORY, "options.device_allocator had no");
+      failures++;
+    }
+    ok(append(&s, 1));
+    for (int i = 0; i < BATCH; i++) assert_int_equal(nyb_cache_length(s.cache, i), 12);
+    assert_true(device_synchronize(s.stream));
+    finish(&s);
+    assert_int_equal(memory.live, 0);
+  }
+  assert_in_range(failures, 3, 9); /* three regions at least; with all of it, none */
+}
+
 /* ---- Files --------------------------------------------------------------------------------------
  */
 
@@ -678,6 +738,7 @@ int main(void) {
       cmocka_unit_test(test_limits_in_graphs),
       cmocka_unit_test(test_trim_after_graphs),
       cmocka_unit_test(test_calls_that_fail),
+      cmocka_unit_test(test_reorder_without_memory_for_all_regions),
       cmocka_unit_test(test_growing_after_graphs),
       cmocka_unit_test(test_files),
   };

@@ -121,6 +121,7 @@ static nyb_status move_to_new(nyb_cuda_scope *scope, nyb_cache *cache, const int
   const int mode = nyb_cuda_relax(scope);
   const nyb_status status = fill_targets(scope, cache, sources, count, targets, stream);
   if (status == NYB_OK && cache->storage.block != NULL) cache->reallocations++;
+  if (status != NYB_OK) scope->driver->StreamSynchronize(stream); /* it may write to the targets */
   for (int region = 0; region < NYB_CACHE_REGIONS; region++) {
     nyb_cache_storage *own = nyb_cache_storage_of(cache, (nyb_cache_region)region);
     nyb_cuda_cache_release(cache->context, scope,
