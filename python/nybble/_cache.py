@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import weakref
@@ -77,6 +78,12 @@ def _refuse_while_capturing(device: int) -> None:
         )
 
 
+def _memory_of(rows: Any) -> list[Array]:
+    """The arrays that rows from `Cache.keys` consist of, of elements that can be assigned."""
+    arrays = (rows.codes, rows.scales, rows.biases) if isinstance(rows, Quantized) else (rows,)
+    return [x.bits if isinstance(x, _arrays.BFloat16) else x for x in arrays]
+
+
 class Cache:
     """One layer's keys and values, quantized as they are appended.
 
@@ -100,6 +107,9 @@ class Cache:
 
     On CUDA the lengths are the device's: a captured append moves them along at each replay, which
     `refresh` lets this object know.
+
+    copy.deepcopy makes a cache of its own with the same bytes, in the same context; rotating, paged
+    and mixed ones refuse with UNSUPPORTED, unless they are empty.
     """
 
     def __init__(
@@ -133,6 +143,22 @@ class Cache:
         self.value_dim = key_dim if value_dim is None else value_dim
         self.key_format = key
         self.value_format = key if value is None else value
+        # Of a copy, too.
+        self._options: dict[str, Any] = {
+            "key": key,
+            "value": value,
+            "rule": rule,
+            "initial_capacity_tokens": initial_capacity_tokens,
+            "max_tokens": max_tokens,
+            "window_tokens": window_tokens,
+            "window_keep_tokens": window_keep_tokens,
+            "first_tokens": first_tokens,
+            "last_tokens": last_tokens,
+            "part_dtype": part_dtype,
+            "page_tokens": page_tokens,
+            "device": device,
+            "context": self.context,
+        }
         options = ffi.new("nyb_cache_options *")
         options.struct_size = ffi.sizeof("nyb_cache_options")
         options.batch, options.kv_heads = batch, kv_heads
@@ -286,6 +312,55 @@ class Cache:
     def __len__(self) -> int:
         """Tokens of the longest sequence."""
         return max(self.lengths)
+
+    def __copy__(self) -> Cache:
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
+        """A cache of its own with the same bytes, in the same context."""
+        if self.device != _arrays.HOST:
+            self.refresh()  # replayed graphs may have moved the lengths along
+        lengths = self.lengths
+        kind = "numpy" if self.device == _arrays.HOST else "torch"
+        held = (self.keys(kind), self.values(kind)) if any(lengths) and self._is_plain() else None
+        if any(lengths) and held is None:
+            raise refuse(
+                "a rotating or paged cache, or one with unquantized ends, is not copied; make "
+                "another one and append to it, or double its sequences by reorder()",
+                lib.NYB_ERROR_UNSUPPORTED,
+            )
+        made = Cache(self.batch, self.kv_heads, self.key_dim, self.value_dim, **self._options)
+        memo[id(self)] = made
+        if held is None:
+            return made
+        # Room for the tokens, then their bytes as they are: quantizing anew could change them.
+        lead = (self.batch, self.kv_heads, max(lengths))
+        made.append(*(self._zeros((*lead, dim)) for dim in (self.key_dim, self.value_dim)))
+        for sequence, length in enumerate(lengths):
+            made.trim(max(lengths) - length, sequence)
+        for rows, targets in zip(held, (made.keys(kind), made.values(kind))):
+            for source, target in zip(_memory_of(rows), _memory_of(targets)):
+                target[...] = source
+        return made
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise refuse(
+            "a nybble.Cache is not pickled; its keys() and values() are arrays that can be",
+            lib.NYB_ERROR_UNSUPPORTED,
+        )
+
+    def _is_plain(self) -> bool:
+        names = ("window_tokens", "first_tokens", "last_tokens", "page_tokens")
+        return not any(self._options[name] for name in names)
+
+    def _zeros(self, shape: tuple[int, ...]) -> Array:
+        if self.device == _arrays.HOST:
+            import numpy
+
+            return numpy.broadcast_to(numpy.zeros(shape[-1], numpy.float32), shape)
+        import torch
+
+        return torch.zeros(shape[-1], device=f"cuda:{self.device}").expand(shape)
 
     def usage(self) -> Usage:
         """Bytes held and allocated."""

@@ -128,6 +128,12 @@ class Context:
         self._c: Any = self._owner.context
         self._scratch = _Scratch()
 
+    def __copy__(self) -> Context:
+        return self  # it has no state of its own that a copy could part from
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Context:
+        return self
+
     @property
     def isa(self) -> str:
         """The instruction set that runs: "avx512", say."""

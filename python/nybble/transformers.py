@@ -25,6 +25,7 @@ every token.
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Iterator, Sequence
 from types import MethodType
@@ -418,6 +419,17 @@ class NybbleCache(TransformersCache):
     def update(self, *arguments: Any, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """See `NybbleLayer.update`; compiled models call it as it is."""
         made: tuple[torch.Tensor, torch.Tensor] = super().update(*arguments, **options)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NybbleCache:
+        """Of its own, without captured steps; windows refuse, once they hold tokens."""
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        for layer in self._layers():
+            layer.stored  # noqa: B018 (it counts what replayed graphs have appended)
+        own = {"graph": None, "warm": None, "capturing": False}
+        for name, value in vars(self).items():
+            vars(made)[name] = own[name] if name in own else copy.deepcopy(value, memo)
         return made
 
     def reset(self) -> None:

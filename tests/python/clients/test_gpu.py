@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -85,6 +86,22 @@ def test_fresh_caches_would_be_wrong_without_waiting(monkeypatch: pytest.MonkeyP
         assert wrong_of(5) > 0
     except nybble.NybbleError:
         pass  # a length that no cache has
+
+
+def test_deep_copy() -> None:
+    """The tokens that the device has counted, with their bytes."""
+    rows = torch.randn(2, 2, 3, 40, 64, device="cuda")
+    query = torch.randn(2, 6, 1, 64, device="cuda")
+    for stored in (nybble.affine(4), nybble.affine(3, 32), nybble.plain("bf16")):
+        cache = nybble.Cache(2, 3, 64, key=stored, device="cuda")
+        cache.append(*rows)
+        cache.trim(7, sequence=1)
+        copied = copy.deepcopy(cache)
+        assert copied.lengths == [40, 33]
+        expected = nybble.attention(query, cache)
+        assert torch.equal(nybble.attention(query, copied), expected)
+        copied.append(*rows[:, :, :, :1])
+        assert cache.lengths == [40, 33] and torch.equal(nybble.attention(query, cache), expected)
 
 
 def test_fresh_caches_beside_another_stream() -> None:

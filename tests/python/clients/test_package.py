@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -343,6 +345,46 @@ def test_starts_are_left_padding(kind: str) -> None:
     for b, start in enumerate(starts):
         alone = nybble.attention(q[b : b + 1], k[b : b + 1, :, start:], v[b : b + 1, :, start:])
         assert np.array_equal(to_f64(out[b : b + 1]), to_f64(alone))
+
+
+@pytest.mark.parametrize("stored", [nybble.affine(3, 32), nybble.plain("bf16")], ids=str)
+def test_deep_copy(stored: nybble.Format) -> None:
+    """Of its own, with the same bytes and lengths; what either does the other does not see."""
+    cache = nybble.Cache(2, 3, 32, 64, key=stored, value=nybble.affine(8, 32), max_tokens=20)
+    assert copy.deepcopy(cache).lengths == [0, 0]
+    cache.append(torch.randn(2, 3, 10, 32), torch.randn(2, 3, 10, 64), padding=[0, 4])
+    query = torch.randn(2, 6, 1, 32)
+    before = nybble.attention(query, cache)
+    for copied in (copy.deepcopy(cache), copy.copy([cache])[0].__copy__()):
+        assert copied is not cache and copied.context is cache.context
+        assert copied.lengths == [10, 6]
+        assert torch.equal(nybble.attention(query, copied), before)
+        copied.append(torch.randn(2, 3, 5, 32), torch.randn(2, 3, 5, 64))
+        assert copied.lengths == [15, 11] and cache.lengths == [10, 6]
+        assert torch.equal(nybble.attention(query, cache), before)
+        with pytest.raises(NybbleError, match="20"):
+            copied.append(torch.randn(2, 3, 6, 32), torch.randn(2, 3, 6, 64))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_tokens": 8},
+        {"page_tokens": 16},
+        {"first_tokens": 2, "part_dtype": "bf16"},
+        {"last_tokens": 2, "part_dtype": "bf16"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_copies_that_are_refused(options: dict[str, Any]) -> None:
+    cache = nybble.Cache(1, 1, 32, key=nybble.affine(4, 32), **options)
+    assert copy.deepcopy(cache).lengths == [0]
+    cache.append(torch.randn(1, 1, 3, 32), torch.randn(1, 1, 3, 32))
+    with pytest.raises(NybbleError, match="is not copied; make another one") as caught:
+        copy.deepcopy(cache)
+    assert caught.value.status is Status.UNSUPPORTED
+    with pytest.raises(NybbleError, match="is not pickled"):
+        pickle.dumps(cache)
 
 
 def test_plain_cache_keeps_the_elements() -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -320,6 +321,19 @@ def test_length_at_every_step() -> None:
     assert cache.get_seq_length() == 0 and not cache.is_initialized
     model(prompt(5, 3), cache=cache)
     assert cache.batch_size == 5 and cache.get_seq_length() == 3
+
+
+def test_deep_copy() -> None:
+    """One prompt and several ends to it."""
+    model, ids = tiny("llama", "nybble"), prompt(2, 12)
+    cache = NybbleCache(model.config, 4, context=nybble.Context(threads=1))
+    model(ids[:, :8], cache=cache)
+    copied = copy.deepcopy(cache)
+    ends = [model(ids[:, 8:], cache=c).logits for c in (copied, cache)]
+    assert torch.equal(*ends)
+    assert copied.layers[0].stored is not cache.layers[0].stored
+    copied.crop(-7)
+    assert (copied.get_seq_length(), cache.get_seq_length()) == (5, 12)
 
 
 def test_batch_operations() -> None:
