@@ -105,6 +105,7 @@ typedef struct attention_shape {
   float softcap; /* 0: none */
   bool swapped;  /* [batch, tokens, heads, dim] in memory instead of [batch, heads, tokens, dim] */
   int64_t gap;   /* elements (words, scales) between the rows */
+  bool packed;   /* rows that are placed: neither, of K and of V */
   bool without_lse;
   uint64_t seed;
 } attention_shape;

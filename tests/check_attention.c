@@ -106,9 +106,26 @@ bool find_kernels(check_run *run, const attention_scene *scene, nyb_isa isa, nyb
   return found;
 }
 
+bool is_decode(const kernel_set *set) {
+  return set->key_kernel != NULL && strncmp(set->key_kernel, "attention_decode", 16) == 0;
+}
+
+static void count_feature(check_run *run, const char *feature, const char *end, nyb_isa isa,
+                          bool good, const char *what, const char *text) {
+  char name[40];
+  snprintf(name, sizeof name, "%s%s", feature, end);
+  check_tally *tally = check_find(run, name, "", isa);
+  if (tally == NULL) return;
+  if (good) {
+    check_pass(tally);
+  } else {
+    check_fail(run, tally, "%s: %s", what, text);
+  }
+}
+
 /* What a scene asks for beside a rectangle: tallies of its own, of one case each. */
 static void count_features(check_run *run, const attention_shape *s, nyb_isa isa, nyb_path path,
-                           bool good, const char *what, const char *text) {
+                           bool decodes, bool good, const char *what, const char *text) {
   const struct {
     const char *name;
     bool is_set;
@@ -122,15 +139,10 @@ static void count_features(check_run *run, const attention_shape *s, nyb_isa isa
       {"attention_alibi", s->slopes},
   };
   for (size_t i = 0; i < sizeof features / sizeof features[0]; i++) {
-    char name[40];
-    snprintf(name, sizeof name, "%s%s", features[i].name, path == NYB_PATH_COMPAT ? "_compat" : "");
-    check_tally *tally = features[i].is_set ? check_find(run, name, "", isa) : NULL;
-    if (tally == NULL) continue;
-    if (good) {
-      check_pass(tally);
-    } else {
-      check_fail(run, tally, "%s: %s", what, text);
-    }
+    if (!features[i].is_set) continue;
+    count_feature(run, features[i].name, path == NYB_PATH_COMPAT ? "_compat" : "", isa, good, what,
+                  text);
+    if (decodes) count_feature(run, features[i].name, "_decode", isa, good, what, text);
   }
 }
 
@@ -158,7 +170,7 @@ void run_path(check_run *run, attention_scene *scene, nyb_isa isa, nyb_path path
   const scene_fault fault = scene_compare(scene, expected, &worst, text, sizeof text);
   check_tally *blamed = set->tallies[fault == SCENE_BAD_OUT ? set->values : set->scores];
   if (fault != SCENE_GOOD) check_fail(run, blamed, "%s: %s", what, text);
-  count_features(run, &scene->shape, isa, path, fault == SCENE_GOOD, what, text);
+  count_features(run, &scene->shape, isa, path, is_decode(set), fault == SCENE_GOOD, what, text);
   pass_kernels(run, set, fault, what);
   for (int i = 0; i < set->count; i++) {
     /* a score that is rounded the other way takes all of its bound */
@@ -612,6 +624,20 @@ static void check_masks(walk *w, nyb_mask_array_kind kind) {
   }
 }
 
+/* Nothing but a dtype's lowest number added, which times log2(e) is beyond all floats; alone, and
+ * beside a sink. */
+static void check_lowest(walk *w) {
+  for (int i = 0; i < 8; i++) {
+    attention_shape shape = decode_shape("the lowest number added", 4, 2, 64, 200);
+    shape.query_len = i < 4 ? 1 : 5;
+    shape.query_dtype = shape.out_dtype = NYB_BF16;
+    shape.sinks = i % 4 == 3;
+    shape.mask_array =
+        (scene_mask){.kind = NYB_MASK_ARRAY_ADD, .f32 = i % 2 == 0, .class = MASK_LOWEST};
+    check_case(w, shape);
+  }
+}
+
 static void check_sinks(walk *w) {
   static const int32_t lengths[] = {0, 1, 2, 63, 64, 130, 200, 1024, 1100, 2100};
   for (size_t i = 0; i < sizeof lengths / sizeof lengths[0]; i++) {
@@ -730,6 +756,7 @@ static void check_features(walk *w) {
   check_windows(w);
   check_masks(w, NYB_MASK_ARRAY_BOOL);
   check_masks(w, NYB_MASK_ARRAY_ADD);
+  check_lowest(w);
   check_sinks(w);
   check_softcaps(w);
   check_slopes(w);

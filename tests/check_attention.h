@@ -30,6 +30,9 @@ typedef struct kernel_set {
 bool find_kernels(check_run *run, const attention_scene *scene, nyb_isa isa, nyb_path path,
                   kernel_set *set);
 
+/* Whether the plan names CUDA's decode kernel. */
+bool is_decode(const kernel_set *set);
+
 /* Runs the scene on a path of an ISA, compares, and counts. */
 void run_path(check_run *run, attention_scene *scene, nyb_isa isa, nyb_path path, kernel_set *set,
               const scene_expected *expected, const char *what);

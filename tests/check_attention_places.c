@@ -98,7 +98,7 @@ void places_add_features(check_random *random, attention_shape *shape) {
 
 /* ---- The checks --------------------------------------------------------------------------- */
 
-enum { PLACED_KINDS = 3, PARTS_KIND = PLACED_KINDS };
+enum { PAGES_KIND = 1, PLACED_KINDS = 3, PARTS_KIND = PLACED_KINDS };
 static const char *const kinds[] = {"attention_starts", "attention_pages", "attention_ring",
                                     "attention_parts"};
 
@@ -119,8 +119,10 @@ static void count(check_run *run, check_tally *tally, const attention_scene *sce
   check_fail(run, tally, "%s: %s", what, text);
 }
 
-static bool place(int kind, attention_scene *scene, check_random *random, placed_scene *placed) {
-  const int64_t page_tokens = PICK(random, 16, 24, 32, 64, 128, 192);
+static bool place(int kind, bool for_decode, attention_scene *scene, check_random *random,
+                  placed_scene *placed) {
+  const int64_t page_tokens =
+      for_decode ? PICK(random, 16, 32, 64, 128) : PICK(random, 16, 24, 32, 64, 128, 192);
   const int64_t shared_pages = check_random_below(random, 4);
   switch (kind) {
     case 0: return place_behind_padding(scene, random, placed);
@@ -131,13 +133,14 @@ static bool place(int kind, attention_scene *scene, check_random *random, placed
   }
 }
 
-/* Whether the second scene's call, or the first's placed one, leaves the bits of the first. */
-static void compare_bits(check_run *run, int kind, nyb_isa isa, nyb_path path,
+/* Whether the second scene's call, or the first's placed one, leaves the bits of the first.
+ * Returns so. */
+static bool compare_bits(check_run *run, int kind, nyb_isa isa, nyb_path path,
                          attention_scene *want_of, attention_scene *scene, placed_scene *placed) {
   check_tally *tally = tally_of(run, kind, isa, path);
   const check_library *library = run->options.library;
   char text[256] = "memory ran out";
-  if (tally == NULL) return;
+  if (tally == NULL) return false;
   const size_t bytes = (size_t)scene_bits_bytes(scene);
   uint8_t *want = malloc(bytes), *got = malloc(bytes);
   bool good = want != NULL && got != NULL;
@@ -157,6 +160,7 @@ static void compare_bits(check_run *run, int kind, nyb_isa isa, nyb_path path,
   count(run, tally, scene, good, text);
   free(want);
   free(got);
+  return good;
 }
 
 /* The format that is asked for, for K and V. */
@@ -173,17 +177,34 @@ static void use_asked_format(const check_run *run, check_random *random, attenti
 
 static bool on_gpu(const check_run *run) { return run->options.backend == NYB_BACKEND_CUDA; }
 
-/* Whether the same fused kernel takes the tokens laid out one after the other. */
-static bool takes_alike(check_run *run, const attention_scene *scene, const placed_scene *placed) {
+/* Whether the same fused kernel takes the tokens laid out one after the other; *decodes: whether
+ * it is decode. */
+static bool takes_alike(check_run *run, const attention_scene *scene, const placed_scene *placed,
+                        bool *decodes) {
   attention_scene as_placed = *scene;
   kernel_set sets[2];
+  *decodes = false;
   as_placed.call = placed->call;
-  return find_kernels(run, scene, NYB_ISA_CUDA, NYB_PATH_FUSED, &sets[0]) &&
-         find_kernels(run, &as_placed, NYB_ISA_CUDA, NYB_PATH_FUSED, &sets[1]) &&
-         strcmp(sets[0].key_kernel, sets[1].key_kernel) == 0;
+  if (!find_kernels(run, scene, NYB_ISA_CUDA, NYB_PATH_FUSED, &sets[0]) ||
+      !find_kernels(run, &as_placed, NYB_ISA_CUDA, NYB_PATH_FUSED, &sets[1]) ||
+      strcmp(sets[0].key_kernel, sets[1].key_kernel) != 0) {
+    return false;
+  }
+  *decodes = is_decode(&sets[0]);
+  return true;
 }
 
-static void check_placed(check_run *run, int kind, check_random *random) {
+/* What CUDA's decode kernel takes: few rows of 16 bits over affine rows; pages without gaps. */
+static void settle_for_decode(int kind, check_random *random, attention_shape *shape) {
+  shape->query_dtype = (nyb_dtype)PICK(random, NYB_F16, NYB_BF16);
+  shape->out_dtype = (nyb_dtype)PICK(random, NYB_F16, NYB_BF16);
+  shape->query_len = PICK(random, 1, 1, 2, 5);
+  shape->packed = kind == PAGES_KIND;
+  if (shape->packed) shape->gap = 0; /* of queries, too */
+}
+
+/* for_decode: with queries that CUDA's decode kernel takes, aligned as engines have them. */
+static void check_placed(check_run *run, int kind, bool for_decode, check_random *random) {
   attention_shape shape =
       places_random_shape(kinds[kind], places_random_most_tokens(random), random);
   attention_scene scene;
@@ -192,15 +213,23 @@ static void check_placed(check_run *run, int kind, check_random *random) {
   use_asked_format(run, random, &shape);
   places_add_features(random, &shape);
   if (on_gpu(run)) settle_for_gpu(&shape);
-  bool made = scene_make(&scene, &shape) && place(kind, &scene, random, &placed);
-  if (made && on_gpu(run) && !takes_alike(run, &scene, &placed)) {
+  if (for_decode) settle_for_decode(kind, random, &shape);
+  check_stage_place(for_decode ? STAGE_ALIGNED : STAGE_AS_ON_HOST);
+  bool made = scene_make(&scene, &shape) && place(kind, for_decode, &scene, random, &placed);
+  bool decodes = false;
+  if (made && on_gpu(run) && !takes_alike(run, &scene, &placed, &decodes)) {
     placed_free(&placed);
     scene_free(&scene);
     shape.query_dtype = NYB_F32; /* the general kernel takes all of them */
-    made = scene_make(&scene, &shape) && place(kind, &scene, random, &placed);
+    made = scene_make(&scene, &shape) && place(kind, for_decode, &scene, random, &placed);
   }
   if (made) {
-    compare_bits(run, kind, NYB_ISA_CUDA, NYB_PATH_FUSED, &scene, &scene, &placed);
+    const bool good =
+        compare_bits(run, kind, NYB_ISA_CUDA, NYB_PATH_FUSED, &scene, &scene, &placed);
+    char name[40];
+    snprintf(name, sizeof name, "%s_decode", kinds[kind]);
+    check_tally *tally = decodes ? check_find(run, name, "", NYB_ISA_CUDA) : NULL;
+    if (tally != NULL) count(run, tally, &scene, good, "as above");
     compare_bits(run, kind, NYB_ISA_CUDA, NYB_PATH_COMPAT, &scene, &scene, &placed);
     for (nyb_isa isa = NYB_ISA_SCALAR; isa <= NYB_ISA_NEON; isa++) {
       compare_bits(run, kind, isa, NYB_PATH_FUSED, &scene, &scene, &placed);
@@ -209,6 +238,7 @@ static void check_placed(check_run *run, int kind, check_random *random) {
   }
   placed_free(&placed);
   scene_free(&scene);
+  check_stage_place(STAGE_AS_ON_HOST);
 }
 
 /* The middle part chooses the kernel, which takes the others in whatever format. A call without
@@ -274,7 +304,9 @@ void check_attention_places(check_run *run) {
   check_random random = {.state = 99};
   for (int i = 0; i < cases; i++) {
     check_step(run, "attention_places", i, cases);
-    for (int kind = 0; kind < PLACED_KINDS; kind++) check_placed(run, kind, &random);
+    for (int kind = 0; kind < PLACED_KINDS; kind++) check_placed(run, kind, false, &random);
     check_parts(run, &random);
+    for (int kind = 0; kind < PLACED_KINDS && on_gpu(run); kind++)
+      check_placed(run, kind, true, &random);
   }
 }

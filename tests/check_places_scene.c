@@ -81,9 +81,10 @@ static bool make_part(const attention_scene *scene, int64_t entries, int64_t row
                       placed_scene *placed, nyb_stored *k, nyb_stored *v) {
   const attention_shape *s = &scene->shape;
   const int64_t shape[3] = {entries, s->kv_heads, rows};
-  return make_rows(&s->key_format, s->key_dim, shape, s->swapped, s->gap, &placed->keys[part], k) &&
-         make_rows(&s->value_format, s->value_dim, shape, !s->swapped, 2 * s->gap,
-                   &placed->values[part], v);
+  return make_rows(&s->key_format, s->key_dim, shape, s->swapped && !s->packed,
+                   s->packed ? 0 : s->gap, &placed->keys[part], k) &&
+         make_rows(&s->value_format, s->value_dim, shape, !s->swapped && !s->packed,
+                   s->packed ? 0 : 2 * s->gap, &placed->values[part], v);
 }
 
 static void copy_token(const attention_scene *scene, int64_t b, int64_t token, const nyb_stored *k,

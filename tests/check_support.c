@@ -33,6 +33,9 @@ typedef struct path_tally {
       {feature "_cuda", feature, NYB_ISA_CUDA}, {                                             \
     feature "_compat_cuda", feature "_compat", NYB_ISA_CUDA                                   \
   }
+/* And of them the cases that CUDA's decode kernel took, so that a run shows that it has. */
+#define DECODE_TALLY(feature) \
+  { feature "_decode_cuda", feature "_decode", NYB_ISA_CUDA }
 static const path_tally paths[] = {
     {"attention_compat", "attention_compat", NYB_ISA_SCALAR},
     {"geglu_compat", "geglu_compat", NYB_ISA_SCALAR},
@@ -51,6 +54,16 @@ static const path_tally paths[] = {
     FEATURE_TALLIES("attention_pages"),
     FEATURE_TALLIES("attention_ring"),
     FEATURE_TALLIES("attention_parts"),
+    DECODE_TALLY("attention_top_left"),
+    DECODE_TALLY("attention_window"),
+    DECODE_TALLY("attention_mask_bool"),
+    DECODE_TALLY("attention_mask_add"),
+    DECODE_TALLY("attention_sinks"),
+    DECODE_TALLY("attention_softcap"),
+    DECODE_TALLY("attention_alibi"),
+    DECODE_TALLY("attention_starts"),
+    DECODE_TALLY("attention_pages"),
+    DECODE_TALLY("attention_ring"),
 };
 enum { PATH_COUNT = sizeof paths / sizeof paths[0] };
 
@@ -69,12 +82,19 @@ bool check_wants_format(const check_run *run, const char *format) {
   return !run->ended && matches_format(run, format);
 }
 
-/* The softmax and attention's path serve every format, GeGLU's path the plain ones. */
+static bool counts_decode(const nyb_kernel *kernel) {
+  const size_t length = strlen(kernel->name), end = strlen("_decode_cuda");
+  return length > end && strcmp(kernel->name + length - end, "_decode_cuda") == 0;
+}
+
+/* The softmax and attention's path serve every format, GeGLU's path the plain ones, and decode on
+ * CUDA the others. */
 static bool format_asked(const check_run *run, const nyb_kernel *kernel) {
   if (matches_format(run, kernel->format)) return true;
   if (strcmp(kernel->operation, "geglu_compat") == 0) {
     return strncmp(run->options.format, "plain", strlen("plain")) == 0;
   }
+  if (counts_decode(kernel)) return strncmp(run->options.format, "affine", strlen("affine")) == 0;
   return kernel->format[0] == '\0' || strcmp(kernel->operation, "attention_softmax") == 0 ||
          strcmp(kernel->operation, "attention_bias") == 0;
 }
@@ -84,10 +104,9 @@ static void skip(check_tally *tally, const char *reason) {
   tally->skip_reason = reason;
 }
 
-/* Kernels that take nothing but rectangles. */
+/* A kernel that takes nothing but rectangles does not. */
 static bool takes_features(const nyb_kernel *kernel) {
-  return strcmp(kernel->operation, "attention_decode") != 0 &&
-         strcmp(kernel->operation, "attention_prefill") != 0;
+  return strcmp(kernel->operation, "attention_prefill") != 0;
 }
 
 static const char *why_left_out(const check_run *run, const nyb_kernel *kernel) {

@@ -353,6 +353,10 @@ static void cap_score(const oracle_attention *a, double softcap, score_bounds *s
   *s = (score_bounds){tanh(s->low), tanh(s->score), tanh(s->high)};
   s->low -= 6 * ORACLE_F32_UNIT * fabs(s->low);
   s->high += 6 * ORACLE_F32_UNIT * fabs(s->high);
+  if (has_f16_weights(a) && !rounds_scores(a)) { /* 1 - 2/(1 + exp(2a)) by fast instructions */
+    s->low -= 13 * ORACLE_F32_UNIT;
+    s->high += 13 * ORACLE_F32_UNIT;
+  }
   settle(a, false, s);
   *s = (score_bounds){s->low * c, s->score * c, s->high * c};
   settle(a, false, s);

@@ -380,8 +380,8 @@ static void merges_launch(void) {
   nyb_context_destroy(context);
 }
 
-/* Few rows of 16 bits go to the decode kernel, but with added masks and parts; where the general
- * kernel has to take a call, the plan names the field. */
+/* Few rows of 16 bits go to the decode kernel, but with parts; where the general kernel has to take
+ * a call, the plan names the field. */
 static void features_launch(void) {
   open_all();
   make_calls();
@@ -390,7 +390,7 @@ static void features_launch(void) {
     const char *field;
     nyb_plan plan = NYB_PLAN_INIT;
     const int feature = i % FEATURE_COUNT;
-    const bool decodes = i < FEATURE_COUNT && feature != 3 && feature != 8 && feature != 9;
+    const bool decodes = i < FEATURE_COUNT && feature != 8 && feature != 9;
     calls.attention = with_feature(feature, &field);
     if (i >= FEATURE_COUNT) calls.attention.q.dtype = NYB_F32;
     make_workspace();

@@ -43,21 +43,30 @@ static int64_t leaves_of_capacity(const nyb_attention *a) {
   return (nyb_room_tokens(a) + leaf - 1) / leaf;
 }
 
+static bool has_two_warps_a_tile(const nyb_attention *a) {
+  return NYB_DECODE_WARP_PARTS(a->key_dim, a->value_dim, nyb_cuda_attention_is_featured(a)) > 1;
+}
+
+/* Where a warp has a tile: sixteen rows and the sums of many groups or elements would not fit the
+ * registers. */
+static bool holds_sixteen(const nyb_attention *a) {
+  const bool narrow = a->k.format.group_size == 32 || a->v.format.group_size == 32;
+  return groups_of(a) <= (narrow ? 6 : 8) && a->key_dim <= 256 && a->value_dim <= 256;
+}
+
 /* Whether the rows are taken sixteen at once: their bits are those that eight at once get. */
 static bool takes_sixteen(const nyb_attention *a, int64_t rows,
                           const nyb_cuda_properties *properties) {
   /* Where two warps share a tile, each has few elements of sixteen rows; but as long as there are
    * multiprocessors for all, two blocks of threads are done sooner with eight rows each. */
-  if (NYB_DECODE_WARP_PARTS(a->key_dim, a->value_dim, nyb_cuda_attention_is_featured(a)) > 1) {
+  if (has_two_warps_a_tile(a)) {
     const int64_t eights = (rows + 7) / 8;
     const double blocks =
         (double)a->batch * (double)a->kv_heads * (double)eights * (double)leaves_of_capacity(a);
     return blocks > properties->multiprocessors &&
            shared_bytes(a, 16, 16, 2) <= properties->shared_bytes_per_block;
   }
-  /* Elsewhere sixteen rows and the sums of many groups or elements would not fit the registers. */
-  const bool narrow = a->k.format.group_size == 32 || a->v.format.group_size == 32;
-  return groups_of(a) <= (narrow ? 6 : 8) && a->key_dim <= 256 && a->value_dim <= 256;
+  return holds_sixteen(a);
 }
 
 static cut cut_of_rows(const nyb_attention *a, int64_t rows,
@@ -104,10 +113,7 @@ static int32_t page_shift(const nyb_attention *a) {
 }
 
 static bool takes(const nyb_attention *a) {
-  const bool added = a->mask_array.kind == NYB_MASK_ARRAY_ADD;
-  const bool by_number =
-      a->mask_array.kind == NYB_MASK_ARRAY_BOOL && a->rounding == NYB_ROUNDING_MLX;
-  return !nyb_has_parts(a) && !added && !by_number && (!nyb_is_paged(a) || page_shift(a) >= 0);
+  return !nyb_has_parts(a) && (!nyb_is_paged(a) || page_shift(a) >= 0);
 }
 
 /* As many as fit beside each other in the blocks of threads that a multiprocessor shall hold: few,
@@ -132,39 +138,16 @@ static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *
       !is_16_bit(a->q.dtype) || !is_16_bit(a->out.dtype) || call->heads_per_kv > MAX_ROWS) {
     return false;
   }
-  /* Fewer rows may take more: more subtrees wait in shared memory. */
-  for (int64_t rows = 1; rows <= MAX_ROWS; rows *= 2) {
-    const cut c = cut_of_rows(a, rows, properties);
-    if (shared_bytes(a, c.columns, c.row_room, 2) > properties->shared_bytes_per_block)
+  /* Fewer rows may take more: more subtrees wait in shared memory. Sixteen at once are taken only
+   * where they fit, or always. */
+  for (int32_t rows = 1; rows <= 16; rows *= 2) {
+    const bool sixteen = rows > 8;
+    if (sixteen && (has_two_warps_a_tile(a) || !holds_sixteen(a))) break;
+    if (shared_bytes(a, sixteen ? 16 : 8, rows, 2) > properties->shared_bytes_per_block)
       return false;
   }
   return true;
 }
-
-static bool is_packed(const nyb_attention *a);
-static bool is_aligned_query(const nyb_attention *a);
-
-static bool suits(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
-  const nyb_attention *a = call->attention;
-  const cut c = cut_of(call, properties);
-  return c.rows <= MAX_ROWS && nyb_room_tokens(a) <= MAX_TOKENS &&
-         (c.leaves == 0 || c.pairs < INT32_MAX / c.leaves) &&
-         a->batch * a->kv_heads < INT32_MAX / (c.rows * a->value_dim / NYB_MERGE_ELEMENTS) &&
-         (!nyb_is_paged(a) || (is_packed(a) && is_aligned_query(a)));
-}
-
-static int64_t workspace_bytes(const nyb_attention_call *call,
-                               const nyb_cuda_properties *properties) {
-  const nyb_attention *a = call->attention;
-  const int64_t rows = call->heads_per_kv * a->query_len;
-  cut c = cut_of_rows(a, rows < MAX_ROWS ? rows : MAX_ROWS, properties);
-  const int64_t most_pairs = c.leaves == 0 ? c.pairs : INT32_MAX / c.leaves;
-  if (c.pairs > most_pairs) c.pairs = most_pairs;
-  return (statistics_floats(&c) + partial_floats(&c, a->value_dim)) * (int64_t)sizeof(float);
-}
-
-/* ---- Programs and launch ----------------------------------------------------------------------
- */
 
 static bool is_packed_array(const nyb_attention *a, const void *data, const int64_t stride[3],
                             int64_t element_bytes, int64_t row_elements) {
@@ -201,6 +184,28 @@ static bool is_aligned_query(const nyb_attention *a) {
          (a->query_heads == 1 || a->q.stride[1] % 8 == 0) &&
          (a->query_len == 1 || a->q.stride[2] % 8 == 0);
 }
+
+static bool suits(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
+  const nyb_attention *a = call->attention;
+  const cut c = cut_of(call, properties);
+  return c.rows <= MAX_ROWS && nyb_room_tokens(a) <= MAX_TOKENS &&
+         (c.leaves == 0 || c.pairs < INT32_MAX / c.leaves) &&
+         a->batch * a->kv_heads < INT32_MAX / (c.rows * a->value_dim / NYB_MERGE_ELEMENTS) &&
+         (!nyb_is_paged(a) || (is_packed(a) && is_aligned_query(a)));
+}
+
+static int64_t workspace_bytes(const nyb_attention_call *call,
+                               const nyb_cuda_properties *properties) {
+  const nyb_attention *a = call->attention;
+  const int64_t rows = call->heads_per_kv * a->query_len;
+  cut c = cut_of_rows(a, rows < MAX_ROWS ? rows : MAX_ROWS, properties);
+  const int64_t most_pairs = c.leaves == 0 ? c.pairs : INT32_MAX / c.leaves;
+  if (c.pairs > most_pairs) c.pairs = most_pairs;
+  return (statistics_floats(&c) + partial_floats(&c, a->value_dim)) * (int64_t)sizeof(float);
+}
+
+/* ---- Programs and launch ----------------------------------------------------------------------
+ */
 
 /* Lanes of the merge that share the elements of a row. */
 static int32_t merge_groups(const cut *c) {

@@ -21,8 +21,8 @@
 // (query rows at once, 8 or 16), ROWS (of them, those that may be in use), ROUND_SCORES
 // (NYB_ROUNDING_MLX), PACKED (1: tokens of a head are contiguous and start at multiples of 16
 // bytes; 0: any strides), STAGES (steps of tokens that are in shared memory or on their way),
-// FEATURED (tokens are hidden by more than a causal mask, sequences have starts, scores are capped
-// or sloped), PLACED (NYB_DECODE_IN_ORDER: tokens follow each other; _SHIFTED: from anywhere on, or
+// FEATURED (tokens are hidden by more than a causal mask, sequences have starts, scores are capped,
+// sloped or added to), PLACED (NYB_DECODE_IN_ORDER: tokens follow each other; _SHIFTED: from anywhere on, or
 // in a ring; _PAGES: in pages, by runs of 16).
 #include "attention_decode_subtrees.cuh"
 
@@ -43,6 +43,7 @@ template <bool MASKED>
 __device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, const Queries &q,
                                       uint32 shared, const Addresses &where, bool first = false) {
   if (!first) before.add_to<MASKED>(leaf, shared, where);
+  if constexpr (FEATURED) step.mask.load(q, shared, step.first, step.by_place);
   step.score<MASKED>(leaf, q, shared, where);
   const bool raises = first || step.raises(leaf, q, shared, where);
   if (!first) step.weigh<MASKED>(leaf, q, shared, where);
@@ -154,8 +155,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
     const auto seen_whole = [&](int index) {
       const int end = leaf_token + (index + 1) * STEP;
       if constexpr (FEATURED) {
-        if (q.call->mask_kind != 0 || (end - STEP < q.begin_of_all && end > q.keep_of_all))
-          return false;
+        if (end - STEP < q.begin_of_all && end > q.keep_of_all) return false;
       }
       return end <= q.visible_to_all;
     };
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
       step.weights_at = buffer * WEIGHT_STEP_BYTES;
       step.first = leaf_token + index * STEP;
       if constexpr (WARP_PARTS == 1) step.first += warp * TILE + lane_token();
-      if constexpr (FEATURED) step.masked = !seen_whole(index);
+      if constexpr (FEATURED) step.by_place = !seen_whole(index);
       stage = next_of<STAGES>(stage);
       scale_stage = next_of<SCALE_STAGES>(scale_stage);
       buffer ^= 1;

@@ -90,6 +90,102 @@ struct Addresses {
   }
 };
 
+// The lane's column j.
+__device__ __forceinline__ int column_of(int j) {
+  return j / 2 * 8 + 2 * (threadIdx.x & 3) % USED + j % 2;
+}
+
+// FEATURED: elements of the mask's array for the lane's tokens and columns, as they lie in memory:
+// neighbours in a word where they are narrow.
+struct MaskWords {
+  uint32 words[2 * N_TILES][KEPT];
+
+  __device__ __forceinline__ uint32 bool_of(int i, int j) const {
+    return words[j][0] >> 8 * i & 255;
+  }
+  // Whether any of them is 0.
+  __device__ __forceinline__ bool any_false() const {
+    constexpr uint32 ONES = KEPT == 1 ? 1 : KEPT == 2 ? 0x0101 : 0x01010101;
+    uint32 zeros = 0; // its bytes' highest bits, where one is 0
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) zeros |= (words[j][0] - ONES) & ~words[j][0];
+    return (zeros & ONES << 7) != 0;
+  }
+  __device__ __forceinline__ float f16_of(int i, int j) const { // or bf16
+    return i % 2 == 0 ? low_of<QUERY_TYPE>(words[j][i / 2]) : high_of<QUERY_TYPE>(words[j][i / 2]);
+  }
+  __device__ __forceinline__ float f32_of(int i, int j) const {
+    return __uint_as_float(words[j][i]);
+  }
+
+  // Of tokens from `first` on. by_place: some may be past a row's end; those are shown, or get 0
+  // added. Rows that are not in use read the tile's first one.
+  __device__ __forceinline__ void load(const Queries &q, uint32 shared, int first, bool by_place) {
+    const nyb_attention_arguments &call = *q.call;
+    if (call.mask_kind == 0) return;
+    if (call.mask_kind == NYB_DEVICE_ARRAY_BOOL) {
+      load_elements<1>(q, shared, first, by_place, 0x01010101u);
+    } else if (call.mask_dtype == F32) {
+      load_elements<4>(q, shared, first, by_place, 0);
+    } else {
+      load_elements<2>(q, shared, first, by_place, 0);
+    }
+  }
+  template <int BYTES>
+  __device__ __forceinline__ void load_elements(const Queries &q, uint32 shared, int first,
+                                                bool by_place, uint32 nothing) {
+    constexpr int ALL = KEPT * BYTES, WORDS = (ALL + 3) / 4;
+    const char *column_first = q.call->mask_array + static_cast<int64>(first) * BYTES;
+    if (!by_place && (q.mask_bits & (ALL - 1)) == 0) {
+#pragma unroll
+      for (int j = 0; j < 2 * N_TILES; j++)
+        load_neighbours<ALL>(words[j], column_first + Sight::mask_offset_of(shared, column_of(j)));
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      Sight row;
+      row.load_span(shared, column_of(j));
+      const int end = row.end == UNUSED_ROW ? 0 : row.end;
+      const char *from = column_first + Sight::mask_offset_of(shared, column_of(j));
+#pragma unroll
+      for (int word = 0; word < WORDS; word++) words[j][word] = nothing;
+#pragma unroll
+      for (int i = 0; i < KEPT; i++) {
+        if (first + i < end) insert<BYTES>(words[j], i, from + i * BYTES);
+      }
+    }
+  }
+  template <int BYTES>
+  static __device__ __forceinline__ void load_neighbours(uint32 *to, const char *from) {
+    if constexpr (BYTES == 1) to[0] = *reinterpret_cast<const uint8 *>(from);
+    if constexpr (BYTES == 2) to[0] = *reinterpret_cast<const uint16 *>(from);
+    if constexpr (BYTES == 4) to[0] = *reinterpret_cast<const uint32 *>(from);
+    if constexpr (BYTES == 8) {
+      const uint2 two = *reinterpret_cast<const uint2 *>(from);
+      to[0] = two.x;
+      to[1] = two.y;
+    }
+    if constexpr (BYTES == 16) {
+      const uint4 four = *reinterpret_cast<const uint4 *>(from);
+      to[0] = four.x;
+      to[1] = four.y;
+      to[2] = four.z;
+      to[3] = four.w;
+    }
+  }
+  template <int BYTES>
+  static __device__ __forceinline__ void insert(uint32 *to, int i, const char *from) {
+    const int shift = i * BYTES % 4 * 8;
+    uint32 element;
+    if constexpr (BYTES == 1) element = *reinterpret_cast<const uint8 *>(from);
+    if constexpr (BYTES == 2) element = *reinterpret_cast<const uint16 *>(from);
+    if constexpr (BYTES == 4) element = *reinterpret_cast<const uint32 *>(from);
+    const uint32 bits = BYTES == 4 ? ~0u : (1u << (BYTES & 3) * 8) - 1;
+    to[i * BYTES / 4] = (to[i * BYTES / 4] & ~(bits << shift)) | element << shift;
+  }
+};
+
 // Sums are in units of 2^maximum, for each column: a bound on the scores so far, with room above so
 // that it seldom has to be raised. Weights times V's scales are brought into the range of f16 by a
 // power of two for each group, which follows the largest finite scale.
@@ -534,7 +630,8 @@ struct Leaf {
   __device__ __forceinline__ bool weigh(float (*weights)[N_TILES][2],
                                         const float (*scores)[N_TILES][2], const Queries &q,
                                         uint32 scales_at, uint32 shared, uint32 weights_at,
-                                        int first, Hidden hidden, const Addresses &where) const {
+                                        int first, Hidden hidden, bool hides,
+                                        const Addresses &where) const {
     float unit[2 * N_TILES];
     if constexpr (!ROUND_SCORES) q.load_units(unit, shared);
 #pragma unroll
@@ -569,7 +666,7 @@ struct Leaf {
         scale_weights(words, weights, scales, g, grow, SeenWhole());
       } else if constexpr (!FEATURED) {
         scale_weights(words, weights, scales, g, grow, SeenUntil(visible, first));
-      } else if (hidden == 0) {
+      } else if (!hides) {
         scale_weights(words, weights, scales, g, grow, SeenWhole());
       } else {
         scale_weights(words, weights, scales, g, grow, SeenBut(hidden));
@@ -589,7 +686,7 @@ struct Leaf {
   // Adds the lane's weights, and their products with V's biases.
   template <bool MASKED>
   __device__ __forceinline__ void add_weights(const float (*weights)[N_TILES][2], uint32 scales_at,
-                                              uint32 shared, int first, Hidden hidden,
+                                              uint32 shared, int first, Hidden hidden, bool hides,
                                               const Addresses &where) {
     ValueScales biases;
     biases.load(scales_at + where.value_scales + VALUE_SCALE_BYTES);
@@ -599,7 +696,7 @@ struct Leaf {
       add_weights_of(weights, biases, SeenWhole());
     } else if constexpr (!FEATURED) {
       add_weights_of(weights, biases, SeenUntil(visible, first));
-    } else if (hidden == 0) {
+    } else if (!hides) {
       add_weights_of(weights, biases, SeenWhole());
     } else {
       add_weights_of(weights, biases, SeenBut(hidden));
@@ -616,7 +713,8 @@ struct Leaf {
         const float weight = weights[i][j / 2][j % 2];
         const bool seen = seen_by.shows(i, j);
         // That a token has been seen shows where its score is -inf, too.
-        sum[i / SET_TOKENS][j] += FEATURED && seen ? weight + SEEN : weight;
+        const bool marked = FEATURED && seen && (!SEEN_BY::ALL || i % SET_TOKENS == 0);
+        sum[i / SET_TOKENS][j] += marked ? weight + SEEN : weight;
 #pragma unroll
         for (int g = 0; g < VALUE_GROUPS; g++) {
           float &column_bias = bias[g][i / SET_TOKENS][j];
@@ -745,6 +843,16 @@ struct Leaf {
     }
     return lowest == -infinity();
   }
+  static __device__ __forceinline__ bool may_be_infinite(const float (*scores)[N_TILES][2]) {
+    float largest = 0;
+#pragma unroll
+    for (int i = 0; i < LANE_TOKENS; i++) {
+#pragma unroll
+      for (int n = 0; n < N_TILES; n++)
+        largest = fmaxf(largest, fmaxf(fabsf(scores[i][n][0]), fabsf(scores[i][n][1])));
+    }
+    return largest == infinity();
+  }
   static __device__ __forceinline__ void poison(float (*scores)[N_TILES][2],
                                                 const KeyScales &scales, const KeyScales &biases) {
 #pragma unroll
@@ -773,108 +881,150 @@ struct Leaf {
   }
 
   // ---- FEATURED
-  static __device__ __forceinline__ int column_of(int j) {
-    return j / 2 * 8 + 2 * (threadIdx.x & 3) % USED + j % 2;
-  }
-  static __device__ __forceinline__ int sight_word(uint32 shared, int word, int j) {
-    return static_cast<int>(load_word(Sight::word_of(shared, word, column_of(j))));
-  }
-  static __device__ __forceinline__ Sight sight_of(uint32 shared, int j) {
-    Sight sight;
-    sight.end = sight_word(shared, 0, j);
-    sight.begin = sight_word(shared, 1, j);
-    sight.keep_end = sight_word(shared, 2, j);
-    return sight;
-  }
-  // Bytes of an array of bools; 1 where there is none.
-  static __device__ __forceinline__ void load_mask(uint8 (*shown)[2 * N_TILES], const Queries &q,
-                                                   uint32 shared, int first, bool masked) {
+  // Products to scores, where they are more.
+  static __device__ __forceinline__ void change_scores(float (*scores)[N_TILES][2], Hidden &hidden,
+                                                       const MaskWords &mask, const Queries &q,
+                                                       uint32 shared, int first) {
+    const nyb_attention_arguments &given = *q.call;
+    if (!ROUND_SCORES && !changes_scores(given)) return;
+    nyb_attention_arguments call; // what the functions below look at, as far as it is constant
+    call.round_to = ROUND_SCORES ? QUERY_TYPE : F32;
+    call.softcap = given.softcap;
+    const bool caps = given.softcap != 0.0f;
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      Sight row;
+      row.load_scale(shared, column_of(j));
+#pragma unroll
+      for (int i = 0; i < KEPT; i++) {
+        float &score = scores[i][j / 2][j % 2];
+        score *= row.unit;
+        if constexpr (ROUND_SCORES) {
+          score = round_to<QUERY_TYPE>(score);
+          if (caps) score = nyb_capped_score(&call, __fmul_rn(score, given.softcap_reciprocal));
+        }
+      }
+    }
+    if constexpr (!ROUND_SCORES) {
+      if (caps) {
+        const float cap = only_caps(given) ? __fmul_rn(given.softcap, LOG2_E) : given.softcap;
+#pragma unroll
+        for (int i = 0; i < KEPT; i++) {
+#pragma unroll
+          for (int j = 0; j < 2 * N_TILES; j++)
+            scores[i][j / 2][j % 2] = capped(scores[i][j / 2][j % 2], cap);
+        }
+        if (only_caps(given)) return;
+      }
+    }
+    if (given.slopes != nullptr) add_slopes(scores, call, shared, first);
+    if (given.mask_kind == NYB_DEVICE_ARRAY_ADD) {
+      add_mask(scores, hidden, mask, given);
+      return;
+    }
 #pragma unroll
     for (int i = 0; i < KEPT; i++) {
 #pragma unroll
-      for (int j = 0; j < 2 * N_TILES; j++) shown[i][j] = 1;
-    }
-    const nyb_attention_arguments &call = *q.call;
-    if (!masked || call.mask_kind == 0) return;
-#pragma unroll
-    for (int j = 0; j < 2 * N_TILES; j++) {
-      const Sight sight = sight_of(shared, j);
-      const int64 offset = static_cast<uint32>(sight_word(shared, 6, j)) |
-                           static_cast<int64>(sight_word(shared, 7, j)) << 32;
-#pragma unroll
-      for (int i = 0; i < KEPT; i++) {
-        if (sight.end != UNUSED_ROW && first + i < sight.end)
-          shown[i][j] = static_cast<uint8>(call.mask_array[offset + first + i]);
-      }
+      for (int j = 0; j < 2 * N_TILES; j++)
+        scores[i][j / 2][j % 2] = __fmul_rn(scores[i][j / 2][j % 2], LOG2_E);
     }
   }
-  // Products to scores, where they are more.
-  static __device__ __forceinline__ void change_scores(float (*scores)[N_TILES][2],
-                                                       const Queries &q, uint32 shared, int first) {
-    if (!ROUND_SCORES && !changes_scores(*q.call)) return;
-    nyb_attention_arguments call; // what the functions below look at, as far as it is constant
-    call.round_to = ROUND_SCORES ? QUERY_TYPE : F32;
-    call.softcap = q.call->softcap;
-    call.slopes = q.call->slopes;
-    const float softcap_reciprocal = q.call->softcap_reciprocal;
+  // cap * tanh(a), of 2 * a * log2(e).
+  static __device__ __forceinline__ float capped(float share, float cap) {
+    return fmaf(reciprocal_fast(1.0f + exp2_fast(share)), -2.0f * cap, cap);
+  }
+  static __device__ __forceinline__ void add_slopes(float (*scores)[N_TILES][2],
+                                                    const nyb_attention_arguments &call,
+                                                    uint32 shared, int first) {
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
-      const float unit = __int_as_float(sight_word(shared, 5, j));
-      const float slope = __int_as_float(sight_word(shared, 4, j));
-      const int position = sight_word(shared, 3, j);
+      Sight row;
+      row.load_span(shared, column_of(j));
+      row.load_scale(shared, column_of(j));
       // The way back to the lane's first token, as a float, is exact: so are its neighbours'.
-      const int past = static_cast<int>(static_cast<uint32>(position) - static_cast<uint32>(first));
+      const int past =
+          static_cast<int>(static_cast<uint32>(row.position) - static_cast<uint32>(first));
       const bool exact = past >= KEPT && past < 1 << 24;
       const float distance = static_cast<float>(past);
 #pragma unroll
       for (int i = 0; i < KEPT; i++) {
         float &score = scores[i][j / 2][j % 2];
-        score *= unit;
-        if constexpr (ROUND_SCORES) score = round_to<QUERY_TYPE>(score);
-        if (call.softcap != 0.0f)
-          score = nyb_capped_score(&call, __fmul_rn(score, softcap_reciprocal));
-        if (call.slopes != nullptr) {
-          score = exact ? nyb_score_at(&call, score, slope, distance - i)
-                        : nyb_sloped_score(&call, score, slope, position, first + i);
-        }
-        score = __fmul_rn(score, 1.44269504088896341f);
+        score = exact ? nyb_score_at(&call, score, row.slope, distance - i)
+                      : nyb_sloped_score(&call, score, row.slope, row.position, first + i);
+      }
+    }
+  }
+  static __device__ __forceinline__ void hide_one(float (*scores)[N_TILES][2], Hidden &hidden,
+                                                  int i, int j) {
+    scores[i][j / 2][j % 2] = -infinity();
+    hidden |= 1u << (2 * N_TILES * i + j);
+  }
+  // To log2 units, with what the array adds.
+  static __device__ __forceinline__ void add_mask(float (*scores)[N_TILES][2], Hidden &hidden,
+                                                  const MaskWords &mask,
+                                                  const nyb_attention_arguments &call) {
+    const bool wide = call.mask_dtype == F32;
+    const bool rounds = ROUND_SCORES && call.round_sums_to != F32;
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+#pragma unroll
+      for (int j = 0; j < 2 * N_TILES; j++) {
+        float &score = scores[i][j / 2][j % 2];
+        const float added = wide ? mask.f32_of(i, j) : mask.f16_of(i, j);
+        score = __fadd_rn(score, added);
+        if (rounds) score = round_to<QUERY_TYPE>(score);
+        score = log2_units_of(score);
+        if (added == -infinity()) hide_one(scores, hidden, i, j);
       }
     }
   }
   // -inf where a row does not see a token.
-  static __device__ __forceinline__ Hidden hide(float (*scores)[N_TILES][2], uint32 &unseen,
-                                                const uint8 (*shown)[2 * N_TILES], uint32 shared,
-                                                int first) {
-    Hidden hidden = 0;
-    unseen = (1u << KEPT) - 1;
+  static __device__ __forceinline__ void hide_by_array(float (*scores)[N_TILES][2], Hidden &hidden,
+                                                       const MaskWords &mask) {
 #pragma unroll
-    for (int j = 0; j < 2 * N_TILES; j++) {
-      const Sight sight = sight_of(shared, j);
+    for (int i = 0; i < KEPT; i++) {
 #pragma unroll
-      for (int i = 0; i < KEPT; i++) {
-        if (sight.shows(first + i) && shown[i][j] != 0) {
-          if (sight.end != UNUSED_ROW) unseen &= ~(1u << i);
-          continue;
-        }
-        scores[i][j / 2][j % 2] = -infinity();
-        hidden |= 1u << (2 * N_TILES * i + j);
+      for (int j = 0; j < 2 * N_TILES; j++) {
+        if (mask.bool_of(i, j) == 0) hide_one(scores, hidden, i, j);
       }
     }
-    return hidden;
+  }
+  static __device__ __forceinline__ void hide_by_place(float (*scores)[N_TILES][2], Hidden &hidden,
+                                                       uint32 shared, int first) {
+#pragma unroll
+    for (int j = 0; j < 2 * N_TILES; j++) {
+      Sight row;
+      row.load_span(shared, column_of(j));
+#pragma unroll
+      for (int i = 0; i < KEPT; i++) {
+        if (!row.shows(first + i)) hide_one(scores, hidden, i, j);
+      }
+    }
+  }
+  // Bit i: none of the lane's rows sees token i.
+  static __device__ __forceinline__ uint32 unseen_of(Hidden hidden, const Queries &q) {
+    constexpr uint32 ALL = (1u << 2 * N_TILES) - 1;
+    uint32 unseen = 0;
+#pragma unroll
+    for (int i = 0; i < KEPT; i++) {
+      const uint32 blind = hidden >> (2 * N_TILES * i) | q.unused;
+      if ((blind & ALL) == ALL) unseen |= 1u << i;
+    }
+    return unseen;
   }
 
   // A part of the scores of the lane's tokens.
   template <bool MASKED>
   __device__ __forceinline__ void score_parts(float (*parts)[N_TILES][2], const Queries &q,
-                                              uint32 stage, uint32 shared, bool masked,
+                                              uint32 stage, uint32 shared,
                                               const Addresses &where) const {
     KeyScales scales, biases;
     scales.load(stage + where.key_scales + KEY_SCALES_AT);
     biases.load(stage + where.key_scales + KEY_BIASES_AT);
     score(parts, q, scales, biases, stage, shared + QUERIES_AT, where);
     // A softcap would make a number of any infinite score.
-    const bool may_hide = FEATURED ? masked || q.call->softcap != 0.0f : MASKED;
-    if (may_hide || may_be_minus_infinity(parts)) poison(parts, scales, biases);
+    const bool poisons = FEATURED ? may_be_infinite(parts) : MASKED || may_be_minus_infinity(parts);
+    if (poisons) poison(parts, scales, biases);
   }
   // The scores of the tokens that the lane keeps, from the sums of their parts.
   template <bool MASKED>
@@ -898,20 +1048,32 @@ struct Leaf {
       }
     }
   }
+  // by_place: FEATURED, that some row may not see all of the step by its place; hides: whether a
+  // token is hidden from any of the warp's rows.
   template <bool MASKED>
   __device__ __forceinline__ void score_tile(float (*scores)[N_TILES][2], Hidden &hidden,
-                                             uint32 &unseen,
+                                             bool &hides, uint32 &unseen, const MaskWords &mask,
                                              const Queries &q, uint32 stage, uint32 shared,
-                                             int first, bool masked, const Addresses &where) const {
-    uint8 shown[KEPT][2 * N_TILES];
-    if constexpr (FEATURED) load_mask(shown, q, shared, first, masked);
+                                             int first, bool by_place,
+                                             const Addresses &where) const {
     float parts[LANE_TOKENS][N_TILES][2];
-    score_parts<MASKED>(parts, q, stage, shared, masked, where);
+    score_parts<MASKED>(parts, q, stage, shared, where);
     add_parts(scores, parts);
     if constexpr (FEATURED) {
-      change_scores(scores, q, shared, first);
       hidden = unseen = 0;
-      if (masked) hidden = hide(scores, unseen, shown, shared, first);
+      hides = false;
+      change_scores(scores, hidden, mask, q, shared, first);
+      const int kind = q.call->mask_kind;
+      if (by_place || kind != 0) {
+        const bool by_array = kind == NYB_DEVICE_ARRAY_BOOL;
+        const bool may_hide = by_place || hidden != 0 || (by_array && mask.any_false());
+        hides = __any_sync(~0u, may_hide) != 0;
+        if (hides) {
+          if (by_array) hide_by_array(scores, hidden, mask);
+          if (by_place) hide_by_place(scores, hidden, shared, first);
+          unseen = unseen_of(hidden, q);
+        }
+      }
       return;
     }
     finish_scores<MASKED>(scores, q, shared, first);
@@ -923,7 +1085,7 @@ struct Leaf {
                                              const Addresses &where) const {
     static_assert(WARP_PARTS == 1 || (LANE_TOKENS == 2 && KEPT == 1));
     float parts[LANE_TOKENS][N_TILES][2];
-    score_parts<MASKED>(parts, q, stage, shared, MASKED, where);
+    score_parts<MASKED>(parts, q, stage, shared, where);
     const bool second = lane_part() != 0;
     float others[N_TILES][2];
 #pragma unroll
@@ -958,9 +1120,11 @@ struct Step {
   uint32 stage, scales_at; // where its copies are
   uint32 weights_at;       // 0 or WEIGHT_STEP_BYTES
   int first;                // the lane's first token; the step's where two warps share a tile
-  bool masked;              // FEATURED: some row may not see all of it
+  bool by_place;            // FEATURED: some row may not see all of it where it stands
   Hidden hidden;            // from which rows
+  bool hides;               // from any of the warp's
   uint32 unseen;            // bit i: from all of the lane's
+  MaskWords mask;           // FEATURED
   float scores[KEPT][N_TILES][2], weights[KEPT][N_TILES][2]; // of the tokens that the lane keeps
 
   __device__ __forceinline__ int first_of_lane() const {
@@ -969,7 +1133,8 @@ struct Step {
   template <bool MASKED>
   __device__ __forceinline__ void score(const Leaf &leaf, const Queries &q, uint32 shared,
                                         const Addresses &where) {
-    leaf.score_tile<MASKED>(scores, hidden, unseen, q, stage, shared, first_of_lane(), masked, where);
+    leaf.score_tile<MASKED>(scores, hidden, hides, unseen, mask, q, stage, shared, first_of_lane(),
+                            by_place, where);
   }
   // The same in two, of two warps that share a tile.
   template <bool MASKED>
@@ -986,14 +1151,14 @@ struct Step {
   __device__ __forceinline__ bool weigh(const Leaf &leaf, const Queries &q, uint32 shared,
                                         const Addresses &where) {
     return leaf.weigh<MASKED>(weights, scores, q, scales_at, shared, weights_at, first_of_lane(),
-                              hidden, where);
+                              hidden, hides, where);
   }
   template <bool MASKED>
   __device__ __forceinline__ void add_to(Leaf &leaf, uint32 shared, const Addresses &where) const {
     if constexpr (WARP_PARTS > 1) {
       leaf.add_float_weights<MASKED>(scales_at, weights_at, shared, first, where);
     } else {
-      leaf.add_weights<MASKED>(weights, scales_at, shared, first, hidden, where);
+      leaf.add_weights<MASKED>(weights, scales_at, shared, first, hidden, hides, where);
     }
     leaf.add_values(stage, weights_at, where);
   }

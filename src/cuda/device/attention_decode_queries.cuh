@@ -8,45 +8,71 @@
 
 // Of FEATURED: whether scores are more than products, and what a row of the tile must know for it.
 __device__ __forceinline__ bool changes_scores(const nyb_attention_arguments &call) {
-  return call.softcap != 0.0f || call.slopes != nullptr;
+  return call.softcap != 0.0f || call.slopes != nullptr || call.mask_kind == NYB_DEVICE_ARRAY_ADD;
+}
+// Of calls whose scores are not rounded: a softcap comes with all scales in one factor, and is all
+// that is done.
+__device__ __forceinline__ bool only_caps(const nyb_attention_arguments &call) {
+  return call.slopes == nullptr && call.mask_kind != NYB_DEVICE_ARRAY_ADD;
 }
 constexpr int UNUSED_ROW = 0x7fffffff; // where such a one's sight ends
 struct Sight {
   int end, begin, keep_end; // sees [begin, end), and before keep_end
   int position;
-  float slope, unit; // natural units of the products' unit
+  float slope, unit; // of the products' unit: natural ones, or what capped() takes
   int64 mask_offset; // to its row of the mask's array
 
   // row: of the tile's KV head, or -1: one that is not in use, and sees all.
   __device__ __forceinline__ void find(const Arguments &arguments, const Position &at, int row,
-                                       int first_head, float natural_unit) {
+                                       int first_head) {
     const nyb_decode_arguments &a = decode_of(arguments);
     const nyb_attention_arguments &call = call_of(arguments);
     const nyb_sequence sequence = nyb_sequence_of(&call, at.batch);
     const int used = max(row, 0), head = first_head + used / a.query_len;
     const int query_row = used % a.query_len;
     const nyb_row_sight of_row = nyb_row_sight_of(&call, &sequence, query_row);
+    slope = call.slopes != nullptr ? call.slopes[head] : 0.0f;
     end = row < 0 ? UNUSED_ROW : of_row.end;
     begin = row < 0 ? 0 : of_row.begin;
     keep_end = row < 0 ? 0x7fffffff : of_row.keep_end;
     position = static_cast<int>(nyb_position_of(&call, &sequence, query_row));
-    slope = call.slopes != nullptr ? call.slopes[head] : 0.0f;
-    unit = natural_unit;
     mask_offset =
         call.mask_kind != 0 ? nyb_mask_offset(&call, &sequence, at.batch, head, query_row) : 0;
   }
-  static __device__ __forceinline__ uint32 word_of(uint32 shared, int word, int column) {
-    return shared + VISIBLE_AT + (word * COLUMNS + column) * 4;
+  // Of a column: four words of where it sees, and four of what becomes of its scores.
+  static __device__ __forceinline__ uint32 words_of(uint32 shared, int column) {
+    return shared + VISIBLE_AT + column * 4 * NYB_DECODE_SIGHT_WORDS(1);
   }
   __device__ __forceinline__ void store(uint32 shared, int column) const {
-    const uint32 words[8] = {
-        static_cast<uint32>(end),         static_cast<uint32>(begin),
-        static_cast<uint32>(keep_end),    static_cast<uint32>(position),
-        __float_as_uint(slope),           __float_as_uint(unit),
-        static_cast<uint32>(mask_offset), static_cast<uint32>(mask_offset >> 32)};
-#pragma unroll
-    for (int word = 0; word < 8; word++)
-      store_float_shared(word_of(shared, word, column), __uint_as_float(words[word]));
+    const float words[8] = {__int_as_float(end),
+                            __int_as_float(begin),
+                            __int_as_float(keep_end),
+                            __int_as_float(position),
+                            slope,
+                            unit,
+                            __uint_as_float(static_cast<uint32>(mask_offset)),
+                            __uint_as_float(static_cast<uint32>(mask_offset >> 32))};
+    store_floats_4(words_of(shared, column), words);
+    store_floats_4(words_of(shared, column) + 16, words + 4);
+  }
+  __device__ __forceinline__ void load_span(uint32 shared, int column) {
+    uint32 words[4];
+    load_words<16>(words, words_of(shared, column));
+    end = static_cast<int>(words[0]);
+    begin = static_cast<int>(words[1]);
+    keep_end = static_cast<int>(words[2]);
+    position = static_cast<int>(words[3]);
+  }
+  __device__ __forceinline__ void load_scale(uint32 shared, int column) {
+    uint32 words[4];
+    load_words<16>(words, words_of(shared, column) + 16);
+    slope = __uint_as_float(words[0]);
+    unit = __uint_as_float(words[1]);
+  }
+  static __device__ __forceinline__ int64 mask_offset_of(uint32 shared, int column) {
+    uint32 words[2];
+    load_words<8>(words, words_of(shared, column) + 24);
+    return static_cast<int64>(static_cast<uint64>(words[1]) << 32 | words[0]);
   }
   __device__ __forceinline__ bool shows(int token) const {
     return token < end && (token < keep_end || token >= begin);
@@ -57,15 +83,18 @@ struct Sight {
 // but some, which have bit 2 * N_TILES * i + j.
 using Hidden = uint32;
 struct SeenWhole {
+  static constexpr bool ALL = true;
   __device__ __forceinline__ bool shows(int, int) const { return true; }
 };
 struct SeenUntil {
+  static constexpr bool ALL = false;
   const int *visible;
   int first;               // the lane's first token
   __device__ __forceinline__ SeenUntil(const int *ends, int token) : visible(ends), first(token) {}
   __device__ __forceinline__ bool shows(int i, int j) const { return first + i < visible[j]; }
 };
 struct SeenBut {
+  static constexpr bool ALL = false;
   Hidden hidden;
   __device__ __forceinline__ explicit SeenBut(Hidden bits) : hidden(bits) {}
   __device__ __forceinline__ bool shows(int i, int j) const {
@@ -98,6 +127,8 @@ struct Queries {
   int visible_to_all; // [0, this), of FEATURED only what is behind begin_of_all or before
                        // keep_of_all
   int begin_of_all, keep_of_all;
+  uint32 unused; // FEATURED: bit j, that no query row is in the lane's column j
+  uint32 mask_bits; // FEATURED: of addresses of the mask's rows, those that any has
 
   // The N side of two steps: words for step `step` (even) and the next, for each tile of columns.
   static __device__ __forceinline__ uint32 fragment_address(uint32 queries, int step, int n) {
@@ -157,6 +188,23 @@ struct Queries {
         }
       }
     }
+#if FEATURED
+    Sight sights[N_TILES]; // looked for while the elements come
+    unused = mask_bits = 0;
+#pragma unroll
+    for (int n = 0; n < N_TILES; n++) {
+      const int row = first_row + (n * 8 + (lane >> 2)) % USED;
+      sights[n].find(arguments, at, row < rows ? row : -1, head * a.heads_per_kv);
+#pragma unroll
+      for (int j = 0; j < 2; j++)
+        unused |= first_row + n * 8 + 2 * c % USED + j < rows ? 0u : 1u << (2 * n + j);
+      if (call_of(arguments).mask_kind != 0) {
+        const char *mask_row = call_of(arguments).mask_array + sights[n].mask_offset;
+        mask_bits |= __reduce_or_sync(
+            ~0u, static_cast<uint32>(reinterpret_cast<uint64>(mask_row) & 15));
+      }
+    }
+#endif
     const auto element = [&](int n, int i, int t, int slot) {
       const uint32 word = words[n][i][t][slot % 2];
       const float value = slot < 2 ? low_of<QUERY_TYPE>(word) : high_of<QUERY_TYPE>(word);
@@ -236,12 +284,14 @@ struct Queries {
       if (a.causal != 0) own_visible = max(at.length - a.query_len + row % a.query_len + 1, 0);
       if (row >= rows) own_visible = 0x7fffffff;
 #if FEATURED
-      const float natural_unit = ROUND_SCORES ? own_unit : unit_of(fabsf(a.scale));
-      Sight sight;
-      sight.find(arguments, at, row < rows ? row : -1, head * a.heads_per_kv, natural_unit);
+      const nyb_attention_arguments &all = call_of(arguments);
+      Sight &sight = sights[n];
+      sight.unit = ROUND_SCORES ? own_unit : unit_of(fabsf(a.scale));
+      if (!ROUND_SCORES && all.softcap != 0.0f)
+        sight.unit *= 2 * LOG2_E * all.softcap_reciprocal;
       own_visible = sight.end;
       if (c == 0 && warp == 0) sight.store(shared, n * 8 + (lane >> 2));
-      if (changes_scores(call_of(arguments)) && !ROUND_SCORES) own_unit = 1;
+      if (changes_scores(all) && !ROUND_SCORES) own_unit = 1;
       int last_begin = sight.begin, least_keep = sight.keep_end;
 #pragma unroll
       for (int distance = 4; distance < 32; distance *= 2) {

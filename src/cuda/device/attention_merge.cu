@@ -159,8 +159,18 @@ __device__ __forceinline__ uint32 begins_of(const nyb_decode_arguments &a,
 }
 static_assert(NYB_LEAF_WINDOW % GROUP == 0);
 
+// Of the row's head; -inf where there is none.
+__device__ __forceinline__ float sink_of(const Arguments &arguments, const Row &row) {
+#if FEATURED
+  const float *sinks = call_of(arguments).sinks;
+  if (sinks != nullptr && row.exists) return sinks[row.query_head];
+#endif
+  return -infinity();
+}
+
 // The finished elements, and once lse.
-__device__ __forceinline__ void store(const Arguments &arguments, const Row &row, Part total) {
+__device__ __forceinline__ void store(const Arguments &arguments, const Row &row, float sink,
+                                      Part total) {
   const nyb_decode_arguments &a = decode_of(arguments);
   const int64 query_head = row.query_head, query = row.query;
   float highest = total.maximum;
@@ -172,9 +182,9 @@ __device__ __forceinline__ void store(const Arguments &arguments, const Row &row
   bool seen = !(total.sum == 0.0f), sink_alone = false;
   // What said that tokens were seen; a NaN stays one.
   if (highest == -infinity() && total.sum == total.sum) total.sum = 0.0f;
-  const float sink = call.sinks != nullptr ? call.sinks[query_head] : -infinity();
-  float own = sink * 1.44269504088896341f; // a token more, without a value
-  constexpr float MOST = 3.40282347e38f; // of floats
+  const bool added = call.mask_kind == NYB_DEVICE_ARRAY_ADD; // scores may be anything
+  float own = added ? log2_units_of(sink) : sink * LOG2_E;    // a token more, without a value
+  constexpr float MOST = 3.40282347e38f;                      // of floats
   if (fabsf(sink) < infinity()) own = fminf(fmaxf(own, -MOST), MOST);
   const float both = highest > own ? highest : own; // or NaN, where the sink is
   if (call.sinks != nullptr && both != -infinity()) {
@@ -189,8 +199,7 @@ __device__ __forceinline__ void store(const Arguments &arguments, const Row &row
 #else
   const int length = row.sequence.length;
   const bool seen = (a.causal != 0 ? length - a.query_len + query + 1 : length) > 0;
-  const bool sink_alone = false;
-  const float sink = 0;
+  const bool sink_alone = false, added = false;
 #endif
   uint32 words[ELEMENTS / 2];
 #pragma unroll
@@ -210,9 +219,11 @@ __device__ __forceinline__ void store(const Arguments &arguments, const Row &row
   if (row.part == 0 && a.lse != nullptr) {
     float *lse = reinterpret_cast<float *>(a.lse + row.batch * a.lse_stride[0] +
                                            query_head * a.lse_stride[1] + query * a.lse_stride[2]);
+    const float score = highest + log2f(total.sum);
     *lse = sink_alone ? sink
-           : seen     ? (highest + log2f(total.sum)) * 0.693147180559945309f
-                      : -infinity();
+           : !seen    ? -infinity()
+           : added    ? natural_units_of(score)
+                      : score * LN_2;
   }
 }
 
@@ -259,6 +270,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 2)
     return (static_cast<int64>(round) * groups + place.group) * GROUP;
   };
   uint32 begins = begins_of(a, runs, row, first_of(0));
+  const float sink = sink_of(arguments, row);
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -303,5 +315,5 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 2)
       if ((rounds >> level & 1) != 0) total = join(waiting[level], total);
     }
   }
-  store(arguments, row, total);
+  store(arguments, row, sink, total);
 }

@@ -83,6 +83,27 @@ __device__ __forceinline__ float exp2_fast(float x) {
   return y;
 }
 
+// 1/x within an ulp; 0 of an infinity.
+__device__ __forceinline__ float reciprocal_fast(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Scores in log2 units, as long as numbers may be as large as a dtype's lowest: beyond 2^100, where
+// only which of two is larger still counts, they grow like the natural ones, so that what is finite
+// remains so.
+constexpr float LOG2_E = 1.44269504088896341f, LN_2 = 0.693147180559945309f;
+constexpr float FAR = 1.2676506e30f, FAR_SHIFT = FAR * 0.44269504088896341f; // 2^100
+__device__ __forceinline__ float log2_units_of(float natural) {
+  return fabsf(natural) > FAR ? natural + copysignf(FAR_SHIFT, natural)
+                              : __fmul_rn(natural, LOG2_E);
+}
+__device__ __forceinline__ float natural_units_of(float score) {
+  return fabsf(score) > FAR + FAR_SHIFT ? score - copysignf(FAR_SHIFT, score)
+                                        : __fmul_rn(score, LN_2);
+}
+
 __device__ __forceinline__ uint32 pack_f16(float low, float high) {
   uint32 word;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
