@@ -751,6 +751,52 @@ static void check_poisoned_features(walk *w) {
   }
 }
 
+/* CUDA's decode kernel at other sizes than those that settle_for_gpu() keeps to: tiles of 16 and 32
+ * tokens, scales in f32, heads of which plain calls share a tile between two warps. */
+static void check_wide_features(walk *w) {
+  static const struct {
+    int64_t dim, salt; /* of the format: groups of 64, f32, f16 and bf16 */
+    attention_shape with;
+  } cases[] = {
+      {128,
+       1,
+       {.mask_array = {NYB_MASK_ARRAY_ADD, .f32 = true, .of_head = true, .class = MASK_HOLES},
+        .query_dtype = NYB_BF16}},
+      {256,
+       4,
+       {.mask_array = {NYB_MASK_ARRAY_ADD, .class = MASK_TILES},
+        .window_tokens = 150,
+        .sinks = true,
+        .query_dtype = NYB_F16}},
+      {512,
+       7,
+       {.mask_array = {NYB_MASK_ARRAY_BOOL, .class = MASK_HOLES},
+        .softcap = 8,
+        .sinks = true,
+        .rounding = NYB_ROUNDING_MLX,
+        .query_dtype = NYB_F16}},
+  };
+  if (w->run->options.backend != NYB_BACKEND_CUDA || w->format < PLAIN_FORMATS) return;
+  for (int i = 0; i < 3 && !w->run->ended; i++) {
+    attention_shape shape = decode_shape("wide, with features", 4, 2, cases[i].dim, 700);
+    const attention_shape *with = &cases[i].with;
+    shape.batch = 2;
+    shape.lengths[1] = 131;
+    shape.capacity_tokens = 700;
+    shape.mask_array = with->mask_array;
+    shape.window_tokens = with->window_tokens;
+    shape.sinks = with->sinks;
+    shape.softcap = with->softcap;
+    shape.rounding = with->rounding;
+    shape.query_dtype = shape.out_dtype = with->query_dtype;
+    shape.seed = (uint64_t)(70 + i);
+    if (choose_format(w->format, shape.key_dim, cases[i].salt, &shape.key_format)) {
+      shape.value_format = shape.key_format;
+      check_scene(w->run, &shape);
+    }
+  }
+}
+
 static void check_features(walk *w) {
   check_top_left(w);
   check_windows(w);
@@ -762,6 +808,7 @@ static void check_features(walk *w) {
   check_slopes(w);
   check_mixtures(w);
   check_poisoned_features(w);
+  check_wide_features(w);
 }
 
 void check_attention_features(check_run *run, int format) {

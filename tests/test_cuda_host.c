@@ -411,6 +411,64 @@ static void features_launch(void) {
   nyb_context_destroy(context);
 }
 
+static nyb_mask_array mask_of(nyb_mask_array_kind kind, nyb_dtype dtype) {
+  return (nyb_mask_array){.data = calls.floats, .kind = kind, .dtype = dtype, .tokens = TOKENS};
+}
+
+static nyb_pages pages_of(int64_t tokens) {
+  return (nyb_pages){
+      .table = calls.lengths, .table_stride = 1, .page_tokens = tokens, .page_count = BATCH};
+}
+
+/* Whether the decode kernel takes what has been made of the call. */
+static void expect_decode(bool decodes) {
+  nyb_plan plan = NYB_PLAN_INIT;
+  make_workspace();
+  MUST(nyb_attention_plan(context, &calls.attention, &plan) == NYB_OK);
+  launch_count = 0;
+  MUST(attention_fused() == NYB_OK && launch_count >= 1);
+  MUST(strcmp(launched[0], decodes ? "attention_decode" : "attention_general") == 0);
+  MUST(strncmp(plan.key_kernel, launched[0], strlen(launched[0])) == 0);
+}
+
+/* Masks of either kind and dtype with either rounding go to decode; pages do where they have 16,
+ * 32, 64, ... tokens and rows are copied whole, and queries are. */
+static void masks_and_pages_launch(void) {
+  static const int64_t page_tokens[] = {16, 32, 64, 48, 80};
+  open_all();
+  make_calls();
+  const nyb_attention plain = calls.attention;
+  for (int mlx = 0; mlx < 2; mlx++) {
+    nyb_attention *a = &calls.attention;
+    *a = plain;
+    a->rounding = mlx != 0 ? NYB_ROUNDING_MLX : NYB_ROUNDING_EXACT;
+    a->mask_array = mask_of(NYB_MASK_ARRAY_BOOL, (nyb_dtype)0);
+    expect_decode(true);
+    a->mask_array = mask_of(NYB_MASK_ARRAY_ADD, NYB_F32);
+    expect_decode(true);
+    a->mask_array = mask_of(NYB_MASK_ARRAY_ADD, a->q.dtype);
+    expect_decode(true);
+    for (int i = 0; i < 5; i++) {
+      a->pages = pages_of(page_tokens[i]);
+      expect_decode(i < 3);
+    }
+    a->pages = pages_of(64);
+    a->k.codes = (const uint32_t *)calls.codes + 1; /* off by 4 bytes */
+    expect_decode(false);
+    a->mask_array = plain.mask_array;
+    expect_decode(false);
+    a->k.codes = plain.k.codes;
+    a->v.scales_stride[2] *= 2; /* and with gaps between tokens */
+    expect_decode(false);
+    a->v.scales_stride[2] /= 2;
+    a->q.data = (const uint16_t *)plain.q.data + 1;
+    expect_decode(false);
+    a->pages = plain.pages;
+    expect_decode(true); /* rows by themselves are copied from anywhere */
+  }
+  nyb_context_destroy(context);
+}
+
 /* ---- What they refuse ----------------------------------------------------------------------- */
 
 /* The pointers of what a call has beside a rectangle. */
@@ -521,6 +579,7 @@ static void test_launches(void **state) {
   (void)state;
   assert_true(in_child(operations_launch));
   assert_true(in_child(features_launch));
+  assert_true(in_child(masks_and_pages_launch));
   assert_true(in_child(merges_launch));
   assert_true(in_child(runs_are_light));
   assert_true(in_child(nothing_to_do));
