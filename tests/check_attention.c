@@ -564,6 +564,18 @@ static void check_top_left(walk *w) {
   check_case(w, batch);
 }
 
+/* The same with few rows of 16 bits for CUDA's decode kernel, which the cases above reach by
+ * chance; four, so that a quick run has one of them for each format. */
+static void check_few_from_top_left(walk *w) {
+  if (w->run->options.backend != NYB_BACKEND_CUDA) return;
+  for (int i = 0; i < 4; i++) {
+    attention_shape shape =
+        prefill_shape("few rows, causal from the top left", NYB_MASK_CAUSAL_TOP_LEFT, 2 + i, 130);
+    shape.query_dtype = shape.out_dtype = i % 2 == 0 ? NYB_BF16 : NYB_F16;
+    check_case(w, shape);
+  }
+}
+
 /* Windows that begin and end at tiles and chunks and amid them, and kept tokens before them: in
  * the window's tile, in one of their own, in chunks of their own. Field case 40 is the last. */
 static void check_windows(walk *w) {
@@ -809,6 +821,7 @@ static void check_features(walk *w) {
   check_mixtures(w);
   check_poisoned_features(w);
   check_wide_features(w);
+  check_few_from_top_left(w);
 }
 
 void check_attention_features(check_run *run, int format) {
