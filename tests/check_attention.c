@@ -691,6 +691,19 @@ static void check_softcaps(walk *w) {
   check_case(w, shape);
 }
 
+/* Caps that no model has, as far as the header allows them: one cap dwarfs all scores, the other
+ * caps them all; and scores of 0 alone. */
+static void check_outer_softcaps(walk *w) {
+  static const float softcaps[] = {0x1p-126f, 0x1p126f, 1e-36f, 1e3f, 1e6f, 0x1p-4f, 1e8f, 0.01f};
+  for (int i = 0; i < 16; i++) {
+    attention_shape shape = decode_shape("outer softcap", 4, 2, 64, 130);
+    shape.softcap = softcaps[i % 8];
+    shape.query_dtype = shape.out_dtype = NYB_BF16;
+    if (i >= 12) shape.queries = QUERIES_ZERO;
+    check_case(w, shape);
+  }
+}
+
 static void check_slopes(walk *w) {
   static const struct {
     nyb_mask mask;
@@ -827,6 +840,7 @@ static void check_features(walk *w) {
 void check_attention_features(check_run *run, int format) {
   walk w = {.run = run, .format = format};
   check_features(&w);
+  check_outer_softcaps(&w);
 }
 
 /* Long contexts: many chunks. Field case 22 is the wide one. */
@@ -1222,7 +1236,10 @@ void check_attention(check_run *run) {
     check_step(run, "attention", format, FORMATS);
     if (!check_wants_format(run, name)) continue;
     check_features(&w);
-    if (run->options.features) continue;
+    if (run->options.features) {
+      check_outer_softcaps(&w);
+      continue;
+    }
     check_lengths(&w);
     check_dims(&w);
     check_ratios(&w);
@@ -1233,6 +1250,7 @@ void check_attention(check_run *run) {
     check_poison(&w);
     check_overflow(&w);
     check_long(&w);
+    check_outer_softcaps(&w);
     check_accuracy(run, format);
     check_invariant_shapes(run, format);
   }

@@ -432,8 +432,9 @@ static void expect_decode(bool decodes) {
 }
 
 /* Masks of either kind and dtype with either rounding go to decode; pages do where they have 16,
- * 32, 64, ... tokens and rows are copied whole, and queries are. */
-static void masks_and_pages_launch(void) {
+ * 32, 64, ... tokens and rows are copied whole, and queries are; softcaps do where their errors,
+ * which go with the cap, are small. */
+static void masks_pages_and_caps_launch(void) {
   static const int64_t page_tokens[] = {16, 32, 64, 48, 80};
   open_all();
   make_calls();
@@ -465,6 +466,11 @@ static void masks_and_pages_launch(void) {
     expect_decode(false);
     a->pages = plain.pages;
     expect_decode(true); /* rows by themselves are copied from anywhere */
+    for (int i = 0; i < 4; i++) {
+      static const float softcaps[] = {0x1p-4f, 1024, 0.06f, 1025};
+      a->softcap = softcaps[i];
+      expect_decode(mlx != 0 || i < 2);
+    }
   }
   nyb_context_destroy(context);
 }
@@ -579,7 +585,7 @@ static void test_launches(void **state) {
   (void)state;
   assert_true(in_child(operations_launch));
   assert_true(in_child(features_launch));
-  assert_true(in_child(masks_and_pages_launch));
+  assert_true(in_child(masks_pages_and_caps_launch));
   assert_true(in_child(merges_launch));
   assert_true(in_child(runs_are_light));
   assert_true(in_child(nothing_to_do));

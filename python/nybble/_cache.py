@@ -317,7 +317,7 @@ class Cache:
         return copy.deepcopy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Cache:
-        """A cache of its own with the same bytes, in the same context."""
+        """A cache of its own with the same bytes and as much room, in the same context."""
         if self.device != _arrays.HOST:
             self.refresh()  # replayed graphs may have moved the lengths along
         lengths = self.lengths
@@ -331,6 +331,8 @@ class Cache:
             )
         made = Cache(self.batch, self.kv_heads, self.key_dim, self.value_dim, **self._options)
         memo[id(self)] = made
+        if self._is_plain():
+            made.reserve(self.usage().capacity_tokens)
         if held is None:
             return made
         # Room for the tokens, then their bytes as they are: quantizing anew could change them.

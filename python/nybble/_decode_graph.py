@@ -425,7 +425,8 @@ def _is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, NybbleError):
         return error.status == lib.NYB_ERROR_OUT_OF_MEMORY
     known = isinstance(error, (torch.cuda.OutOfMemoryError, MemoryError))
-    return known or "out of memory" in str(error)
+    said = str(error)
+    return known or "out of memory" in said or "ALLOC_FAILED" in said  # cuBLAS and cuDNN
 
 
 def _is_step(token: Any, cache: Any) -> bool:

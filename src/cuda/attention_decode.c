@@ -112,8 +112,16 @@ static int32_t page_shift(const nyb_attention *a) {
   return INT64_C(1) << shift == a->pages.page_tokens ? shift : -1;
 }
 
+/* Scores under a cap are worked out to within so many units of the cap, not of the score
+ * (docs/numerics.md): enough where the cap is one of those that models have. */
+static bool caps_well(const nyb_attention *a) {
+  const float least = 0x1p-4f, most = 0x1p10f;
+  return a->softcap == 0 || a->rounding == NYB_ROUNDING_MLX ||
+         (a->softcap >= least && a->softcap <= most);
+}
+
 static bool takes(const nyb_attention *a) {
-  return !nyb_has_parts(a) && (!nyb_is_paged(a) || page_shift(a) >= 0);
+  return !nyb_has_parts(a) && (!nyb_is_paged(a) || page_shift(a) >= 0) && caps_well(a);
 }
 
 /* As many as fit beside each other in the blocks of threads that a multiprocessor shall hold: few,

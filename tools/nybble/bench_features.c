@@ -34,6 +34,7 @@ typedef struct features_bench {
   int32_t *per_sequence; /* [batch]; of one case, on the host */
   int32_t *table;        /* the same */
   void *unpacked;        /* bf16 rows of the parts */
+  int64_t placed_count;  /* of what release() lists, on the backend */
 } features_bench;
 
 /* Arrays of integers that a call may take, beside its lengths. */
@@ -47,6 +48,7 @@ typedef struct side {
   void *workspace;
   void *integers[INTEGER_ARRAYS]; /* on the backend */
   int32_t *lengths;               /* [windows][batch]; the first row where nothing slides */
+  bool is_placed;                 /* lengths are on the backend, too */
   int64_t first_token;            /* of a copy, where k and v begin */
   int64_t page_tokens;
   bool in_parts, parts_are_unpacked;
@@ -416,17 +418,18 @@ static int place_side(side *s) {
                             &s->integers[i]);
     *arrays[i].array = s->integers[i];
   }
-  void *lengths = s->lengths;
-  if (status == 0) status = nyb_place(backend, &lengths, lengths_bytes(bench));
   if (status != 0) return status;
+  void *lengths = s->lengths;
+  status = nyb_place(backend, &lengths, lengths_bytes(bench));
   s->attention.lengths = s->lengths = lengths;
-  return 0;
+  s->is_placed = true;
+  return status;
 }
 
 static void release_side(const side *s) {
   const nyb_backend backend = s->bench->on->backend;
   for (int i = 0; i < INTEGER_ARRAYS; i++) nyb_release_placed(backend, s->integers[i]);
-  nyb_release_placed(backend, s->lengths);
+  nyb_release_placed(s->is_placed ? backend : NYB_BACKEND_CPU, s->lengths);
   nyb_release_placed(backend, s->workspace);
 }
 
@@ -442,18 +445,24 @@ static int place_workspace(side *s) {
   return nyb_place(s->bench->on->backend, &s->workspace, bytes);
 }
 
-/* Of the rows of a call with one row of queries; the others have no more. */
-static int check_out(const features_bench *bench, const feature_case *c) {
+/* That the call with the feature writes all of its rows, and finite numbers. */
+static int check_out(const features_bench *bench, const feature_case *c, side *with) {
   const int64_t *field = bench->shape.field;
+  const nyb_backend backend = bench->on->backend;
   const nyb_dtype dtype = bench->run->settings->dtype;
-  const int64_t elements = field[BATCH] * field[QUERY_HEADS] * field[HEAD_DIM];
+  const int64_t elements =
+      field[BATCH] * field[QUERY_HEADS] * with->attention.query_len * field[HEAD_DIM];
   const int64_t bytes = elements * (int64_t)nyb_dtype_bytes(dtype);
+  int status = nyb_fill_placed(backend, bench->out, 0xff, bytes); /* NaN in every dtype */
+  if (status != 0) return status;
+  if (run_side(with, 0) != NYB_OK) return nyb_command_failed("%s: %s", c->name, nyb_last_error());
   void *out = nyb_command_allocate(bytes);
-  const int status = nyb_fetch(bench->on->backend, bench->out, bytes, out);
+  status = nyb_finish(backend, bench->on->stream);
+  if (status == 0) status = nyb_fetch(backend, bench->out, bytes, out);
   const bool finite = status == 0 && nyb_bench_all_finite(out, dtype, elements);
   free(out);
   if (status != 0 || finite) return status;
-  return nyb_command_failed("%s gave numbers that are not finite", c->name);
+  return nyb_command_failed("%s gave numbers that are not finite, or none", c->name);
 }
 
 static int measure_case(const features_bench *bench, const feature_case *c, side *plain,
@@ -467,7 +476,7 @@ static int measure_case(const features_bench *bench, const feature_case *c, side
     result =
         nyb_bench_measure_in_turns(bench->run->settings, bench->on, round_calls, turns, &ratio);
   }
-  if (result == 0) result = check_out(bench, c);
+  if (result == 0) result = check_out(bench, c, with);
   if (result == 0) report(bench, c, turns, ratio, NULL);
   return result;
 }
@@ -550,7 +559,10 @@ static int prepare(features_bench *bench) {
   if (status == 0) {
     status = nyb_bench_random_as(context, bench->unpacked, NYB_BF16, parts_elements, 4);
   }
-  if (status == 0) status = nyb_bench_place_copies(bench->run, &bench->copies);
+  if (status == 0) {
+    status = nyb_bench_place_copies(bench->run, &bench->copies);
+    bench->placed_count++;
+  }
   const struct {
     void **memory;
     int64_t bytes;
@@ -562,16 +574,17 @@ static int prepare(features_bench *bench) {
                 {&bench->unpacked, parts_elements * 2}};
   for (size_t i = 0; i < sizeof arrays / sizeof arrays[0] && status == 0; i++) {
     status = nyb_place(settings->backend, arrays[i].memory, arrays[i].bytes);
+    bench->placed_count++;
   }
   return status;
 }
 
 static void release(const features_bench *bench) {
-  const nyb_backend backend = bench->run->settings->backend;
-  void *const placed[] = {bench->copies.memory, bench->query,    bench->out,     bench->numbers,
+  void *const memory[] = {bench->copies.memory, bench->query,    bench->out,     bench->numbers,
                           bench->ones,          bench->per_head, bench->unpacked};
-  for (size_t i = 0; i < sizeof placed / sizeof placed[0]; i++) {
-    nyb_release_placed(backend, placed[i]);
+  for (int64_t i = 0; i < (int64_t)(sizeof memory / sizeof memory[0]); i++) {
+    const bool is_placed = i < bench->placed_count;
+    nyb_release_placed(is_placed ? bench->run->settings->backend : NYB_BACKEND_CPU, memory[i]);
   }
   free(bench->per_sequence);
   free(bench->table);

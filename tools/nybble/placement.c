@@ -25,9 +25,12 @@ int nyb_place_copy(nyb_backend backend, const void *host, int64_t bytes, void **
     return 0;
   }
   *memory = device_allocate(bytes);
-  return *memory != NULL && device_upload(*memory, host, bytes, NULL) && device_synchronize(NULL)
-             ? 0
-             : nyb_device_failed();
+  if (*memory != NULL && device_upload(*memory, host, bytes, NULL) && device_synchronize(NULL))
+    return 0;
+  const int status = nyb_device_failed();
+  if (*memory != NULL) device_free(*memory);
+  *memory = NULL;
+  return status;
 }
 
 int nyb_place(nyb_backend backend, void **memory, int64_t bytes) {
@@ -35,6 +38,7 @@ int nyb_place(nyb_backend backend, void **memory, int64_t bytes) {
   void *host = *memory;
   const int status = nyb_place_copy(backend, host, bytes, memory);
   free(host);
+  if (status != 0) *memory = NULL;
   return status;
 }
 
@@ -44,6 +48,20 @@ void nyb_release_placed(nyb_backend backend, void *memory) {
   } else {
     device_free(memory);
   }
+}
+
+int nyb_fill_placed(nyb_backend backend, void *memory, uint8_t value, int64_t bytes) {
+  if (backend == NYB_BACKEND_CPU) {
+    memset(memory, value, (size_t)bytes);
+    return 0;
+  }
+  return device_fill(memory, value, bytes, NULL) && device_synchronize(NULL) ? 0
+                                                                             : nyb_device_failed();
+}
+
+int nyb_finish(nyb_backend backend, void *stream) {
+  if (backend == NYB_BACKEND_CPU || device_synchronize(stream)) return 0;
+  return nyb_device_failed();
 }
 
 int nyb_fetch(nyb_backend backend, const void *memory, int64_t bytes, void *host) {

@@ -17,6 +17,9 @@ int nyb_place(nyb_backend backend, void **memory, int64_t bytes);
 /* The same, but the host's stays, and its owner's. */
 int nyb_place_copy(nyb_backend backend, const void *host, int64_t bytes, void **memory);
 void nyb_release_placed(nyb_backend backend, void *memory);
+int nyb_fill_placed(nyb_backend backend, void *memory, uint8_t value, int64_t bytes);
+/* Waits for all work of a stream. */
+int nyb_finish(nyb_backend backend, void *stream);
 /* Back to host memory, once all work is done. */
 int nyb_fetch(nyb_backend backend, const void *memory, int64_t bytes, void *host);
 

@@ -64,6 +64,7 @@ __device__ __forceinline__ int tile_of_warp() {
 // Adds or compares over the lanes that share columns: their tokens differ.
 constexpr int NEXT_ROW = SPLIT == 1 ? 4 : 2;
 constexpr int LEVELS = NYB_DECODE_LEVELS(KEY_DIM, VALUE_DIM, ROWS, FEATURED);
+static_assert(LEVELS <= NYB_LEAF_MAX_LEVELS); // attention_merge knows no larger subtrees
 
 __host__ __device__ constexpr int round_up(int value, int multiple) {
   return (value + multiple - 1) / multiple * multiple;

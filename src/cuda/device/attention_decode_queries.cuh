@@ -288,7 +288,7 @@ struct Queries {
       Sight &sight = sights[n];
       sight.unit = ROUND_SCORES ? own_unit : unit_of(fabsf(a.scale));
       if (!ROUND_SCORES && all.softcap != 0.0f)
-        sight.unit *= 2 * LOG2_E * all.softcap_reciprocal;
+        sight.unit = fminf(sight.unit * (2 * LOG2_E * all.softcap_reciprocal), LARGEST_FLOAT);
       own_visible = sight.end;
       if (c == 0 && warp == 0) sight.store(shared, n * 8 + (lane >> 2));
       if (changes_scores(all) && !ROUND_SCORES) own_unit = 1;

@@ -184,8 +184,7 @@ __device__ __forceinline__ void store(const Arguments &arguments, const Row &row
   if (highest == -infinity() && total.sum == total.sum) total.sum = 0.0f;
   const bool added = call.mask_kind == NYB_DEVICE_ARRAY_ADD; // scores may be anything
   float own = added ? log2_units_of(sink) : sink * LOG2_E;    // a token more, without a value
-  constexpr float MOST = 3.40282347e38f;                      // of floats
-  if (fabsf(sink) < infinity()) own = fminf(fmaxf(own, -MOST), MOST);
+  if (fabsf(sink) < infinity()) own = fminf(fmaxf(own, -LARGEST_FLOAT), LARGEST_FLOAT);
   const float both = highest > own ? highest : own; // or NaN, where the sink is
   if (call.sinks != nullptr && both != -infinity()) {
     const float keep = exp2f(highest - both);

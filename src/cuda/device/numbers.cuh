@@ -15,6 +15,7 @@ constexpr int F32 = 1, F16 = 2, BF16 = 3;
 
 __host__ __device__ constexpr int bytes_of(int dtype) { return dtype == F32 ? 4 : 2; }
 
+constexpr float LARGEST_FLOAT = 3.40282347e38f;
 __device__ __forceinline__ float infinity() { return __int_as_float(0x7f800000); }
 
 __device__ __forceinline__ float f32_from_f16(uint32 bits) {

@@ -353,11 +353,13 @@ def test_deep_copy(stored: nybble.Format) -> None:
     cache = nybble.Cache(2, 3, 32, 64, key=stored, value=nybble.affine(8, 32), max_tokens=20)
     assert copy.deepcopy(cache).lengths == [0, 0]
     cache.append(torch.randn(2, 3, 10, 32), torch.randn(2, 3, 10, 64), padding=[0, 4])
+    cache.reserve(19)
     query = torch.randn(2, 6, 1, 32)
     before = nybble.attention(query, cache)
     for copied in (copy.deepcopy(cache), copy.copy([cache])[0].__copy__()):
         assert copied is not cache and copied.context is cache.context
         assert copied.lengths == [10, 6]
+        assert copied.usage().capacity_tokens == cache.usage().capacity_tokens >= 19
         assert torch.equal(nybble.attention(query, copied), before)
         copied.append(torch.randn(2, 3, 5, 32), torch.randn(2, 3, 5, 64))
         assert copied.lengths == [15, 11] and cache.lengths == [10, 6]
