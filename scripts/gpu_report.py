@@ -233,7 +233,7 @@ def feature_rows(results: list[Json]) -> list[list[str]]:
     for result in results:
         if result["operation"] == "features":
             by_tokens = measured.setdefault((result["feature"], result["cache"]), {})
-            by_tokens[result["shape"][-1]] = result
+            by_tokens.setdefault(result["shape"][-1], result)  # the long window is in each run
     rows = []
     for (feature, cache), by_tokens in measured.items():
         cells, refusals = [], []
@@ -243,10 +243,10 @@ def feature_rows(results: list[Json]) -> list[list[str]]:
                 cells += ["-", "-"]
                 refusals += [result["refused"]] if result else []
                 continue
-            # Where the machine is busy the one or the other may be more than the call's own.
-            ratio = min(result["ratio"], result["min_us"] / result["plain_min_us"])
-            missed = result["goal"] is not None and ratio > result["goal"]
-            cells += [f"{result['median_us']:.1f}", f"{ratio:.2f}{' missed' if missed else ''}"]
+            least = result["min_us"] / result["plain_min_us"]
+            missed = result["goal"] is not None and result["ratio"] > result["goal"]
+            ratios = f"{result['ratio']:.2f} ({least:.2f}){' missed' if missed else ''}"
+            cells += [f"{result['median_us']:.1f}", ratios]
         any_result = next(iter(by_tokens.values()))
         goal = f"{any_result['goal']:.2f}" if any_result["goal"] else "-"
         rows.append([feature, any_result["beside"], cache, *cells, goal, "; ".join(refusals[:1])])
@@ -282,7 +282,7 @@ def speed_section(work: Path) -> tuple[list[str], Json]:
         lengths = "|".join(f">us at {tokens:,}|>ratio" for tokens in FEATURE_TOKENS)
         lines += [
             "What features cost: (1,32,8,128,N), beside the plain call that reads as many bytes; "
-            "the lesser of the ratios of medians and of minima.",
+            "the ratio of medians (of minima).",
             "",
         ]
         lines += table(f"feature|beside|cache|{lengths}|>goal|not taken because", features)
