@@ -471,6 +471,49 @@ static void visit_features(const nyb_attention_call *call, bool all,
   }
 }
 
+/* What decode is compiled for, beside a window alone: each feature alone and some together. */
+static void visit_decode_features(const nyb_attention_call *call,
+                                  const nyb_cuda_properties *properties, nyb_cuda_visit visit,
+                                  void *data) {
+  static const int32_t starts[1];
+  static const float floats[1];
+  enum { CAP = 1, SLOPES = 2, SINKS = 4, WINDOW = 8, STARTS = 16, BOOLS = 32, ADD = 64, F32 = 128 };
+  enum { OF_HEADS = 256, MLX = 512 };
+  static const int32_t kinds[] = {
+      CAP,
+      CAP | MLX,
+      SLOPES,
+      SINKS,
+      BOOLS,
+      BOOLS | OF_HEADS,
+      ADD,
+      ADD | MLX | CAP,
+      ADD | F32,
+      WINDOW | SINKS | CAP,
+      STARTS | BOOLS,
+      WINDOW | CAP | SLOPES | ADD | F32 | OF_HEADS | SINKS,
+  };
+  for (size_t i = 0; i < sizeof kinds / sizeof kinds[0]; i++) {
+    const int32_t kind = kinds[i];
+    nyb_attention a = *call->attention;
+    nyb_attention_call featured = *call;
+    featured.attention = &a;
+    a.softcap = (kind & CAP) != 0 ? 50 : 0;
+    a.alibi_slopes = (kind & SLOPES) != 0 ? floats : NULL;
+    a.sinks = (kind & SINKS) != 0 ? floats : NULL;
+    a.window_tokens = (kind & WINDOW) != 0 ? 1024 : 0;
+    a.starts = (kind & STARTS) != 0 ? starts : NULL;
+    a.rounding = (kind & MLX) != 0 ? NYB_ROUNDING_MLX : NYB_ROUNDING_EXACT;
+    if ((kind & (BOOLS | ADD)) != 0) {
+      a.mask_array.kind = (kind & BOOLS) != 0 ? NYB_MASK_ARRAY_BOOL : NYB_MASK_ARRAY_ADD;
+      a.mask_array.dtype = (kind & BOOLS) != 0 ? 0 : (kind & F32) != 0 ? NYB_F32 : a.q.dtype;
+      a.mask_array.tokens = a.capacity_tokens;
+      a.mask_array.stride[1] = (kind & OF_HEADS) != 0 ? a.capacity_tokens : 0;
+    }
+    visit_call(&featured, properties, NYB_PATH_FUSED, true, visit, data);
+  }
+}
+
 static void visit_pair(int shape_index, int format_index, const nyb_cuda_properties *properties,
                        nyb_cuda_visit visit, void *data) {
   static const nyb_dtype dtypes[] = {NYB_BF16, NYB_F16, NYB_F32};
@@ -503,6 +546,8 @@ static void visit_pair(int shape_index, int format_index, const nyb_cuda_propert
     a.q.dtype = a.out.dtype = NYB_BF16; /* the decode kernel, as far as it goes */
     if (format_index % 3 == 0)
       visit_features(&call, shape_index == 0 && format_index == 0, properties, visit, data);
+    if (shape_index == 0 && format_index == 0)
+      visit_decode_features(&call, properties, visit, data);
   }
   /* Every combination for the format that most people use; the others with some that differ in
    * all; a shape and a format that are both not the first with one of two, in turn: all of it has

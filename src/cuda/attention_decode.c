@@ -7,6 +7,34 @@
 /* The sums of more groups would not fit the registers; a step behind the last token is counted. */
 enum { MAX_DIM = 576, MAX_GROUPS = 20, MAX_ROWS = 128, MAX_TOKENS = INT32_MAX - 1024 };
 
+/* ---- What a call asks for ---------------------------------------------------------------------
+ */
+
+/* Whether all query rows of a KV head have the same row of the mask's array. */
+static bool has_one_mask_row(const nyb_attention *a) {
+  return (a->query_heads == a->kv_heads || a->mask_array.stride[1] == 0) &&
+         (a->query_len == 1 || a->mask_array.stride[2] == 0);
+}
+
+/* NYB_DECODE_SIGHT, ... */
+static int32_t features_of(const nyb_attention *a) {
+  const bool sight =
+      a->mask == NYB_MASK_CAUSAL_TOP_LEFT || a->window_tokens != 0 || a->starts != NULL;
+  const bool bools = a->mask_array.kind == NYB_MASK_ARRAY_BOOL;
+  const bool added = a->mask_array.kind == NYB_MASK_ARRAY_ADD;
+  return (sight ? NYB_DECODE_SIGHT : 0) | (a->softcap != 0 ? NYB_DECODE_CAPPED : 0) |
+         (a->alibi_slopes != NULL ? NYB_DECODE_SLOPED : 0) | (bools ? NYB_DECODE_BOOLS : 0) |
+         (added ? NYB_DECODE_ADDED : 0) |
+         (added && a->mask_array.dtype == NYB_F32 ? NYB_DECODE_ADDED_F32 : 0) |
+         ((bools || added) && has_one_mask_row(a) ? NYB_DECODE_ONE_MASK_ROW : 0) |
+         (a->sinks != NULL ? NYB_DECODE_SINKS : 0);
+}
+
+/* Of attention_decode itself. */
+static int32_t own_features(const nyb_attention *a) {
+  return NYB_DECODE_OWN_FEATURES(features_of(a));
+}
+
 /* ---- How a call is cut ------------------------------------------------------------------------
  */
 
@@ -35,7 +63,7 @@ static int64_t shared_bytes(const nyb_attention *a, int32_t columns, int32_t row
                                  a->k.format.group_size, a->v.format.group_size,
                                  (int64_t)nyb_dtype_bytes(a->k.format.dtype),
                                  (int64_t)nyb_dtype_bytes(a->v.format.dtype), tile_tokens(a),
-                                 stages, columns, row_room, nyb_cuda_attention_is_featured(a));
+                                 stages, columns, row_room, own_features(a));
 }
 
 static int64_t leaves_of_capacity(const nyb_attention *a) {
@@ -44,7 +72,7 @@ static int64_t leaves_of_capacity(const nyb_attention *a) {
 }
 
 static bool has_two_warps_a_tile(const nyb_attention *a) {
-  return NYB_DECODE_WARP_PARTS(a->key_dim, a->value_dim, nyb_cuda_attention_is_featured(a)) > 1;
+  return NYB_DECODE_WARP_PARTS(a->key_dim, a->value_dim, own_features(a)) > 1;
 }
 
 /* Where a warp has a tile: sixteen rows and the sums of many groups or elements would not fit the
@@ -233,8 +261,7 @@ static int programs(const nyb_attention_call *call, const nyb_cuda_properties *p
   const nyb_attention *a = call->attention;
   const cut c = cut_of(call, properties);
   programs[0].spec.program = &nyb_cuda_program_attention_decode;
-  programs[0].threads =
-      (NYB_DECODE_WARPS(a->key_dim, a->value_dim, nyb_cuda_attention_is_featured(a)) + 1) * 32;
+  programs[0].threads = (NYB_DECODE_WARPS(a->key_dim, a->value_dim, own_features(a)) + 1) * 32;
   const int32_t own_stages = stages(a, &c, properties);
   programs[0].dynamic_shared_bytes = (int32_t)shared_bytes(a, c.columns, c.row_room, own_stages);
   int32_t *values = programs[0].spec.values;
@@ -253,15 +280,15 @@ static int programs(const nyb_attention_call *call, const nyb_cuda_properties *p
   NYB_SET(ROUND_SCORES, a->rounding == NYB_ROUNDING_MLX);
   NYB_SET(PACKED, is_packed(a) && is_aligned_query(a));
   NYB_SET(STAGES, own_stages);
-  NYB_SET(FEATURED, nyb_cuda_attention_is_featured(a));
+  NYB_SET(FEATURES, own_features(a));
   NYB_SET(PLACED, placed(a));
 #undef NYB_SET
   programs[1].spec.program = &nyb_cuda_program_attention_merge;
   programs[1].threads = merge_threads(&c);
   programs[1].spec.values[NYB_CUDA_PARAMETER(attention_merge, VALUE_DIM)] = (int32_t)a->value_dim;
   programs[1].spec.values[NYB_CUDA_PARAMETER(attention_merge, COLUMNS)] = c.columns;
-  programs[1].spec.values[NYB_CUDA_PARAMETER(attention_merge, FEATURED)] =
-      nyb_cuda_attention_is_featured(a);
+  programs[1].spec.values[NYB_CUDA_PARAMETER(attention_merge, FEATURES)] =
+      NYB_DECODE_MERGE_FEATURES(features_of(a));
   return 2;
 }
 
@@ -298,14 +325,38 @@ static nyb_decode_arguments arguments_of(const nyb_attention_call *call, const c
       .out_type = (int)a->out.dtype,
       .merge_groups = merge_groups(c),
       .leaf_tokens = NYB_DECODE_LEAF_TOKENS(a->key_dim, a->value_dim),
-      .levels = NYB_DECODE_LEVELS(a->key_dim, a->value_dim, c->row_room,
-                                  nyb_cuda_attention_is_featured(a)),
+      .levels = NYB_DECODE_LEVELS(a->key_dim, a->value_dim, c->row_room, own_features(a)),
       .page_shift = nyb_is_paged(a) ? page_shift(a) : 0,
   };
   arguments.partials = arguments.statistics + statistics_floats(c);
   nyb_cuda_byte_strides(a->q.stride, 2, arguments.q_stride);
   nyb_cuda_byte_strides(a->out.stride, 2, arguments.out_stride);
   nyb_cuda_byte_strides(a->lse.stride, (int64_t)sizeof(float), arguments.lse_stride);
+  return arguments;
+}
+
+static nyb_decode_features feature_arguments_of(const nyb_attention_call *call) {
+  const nyb_attention_arguments all = nyb_cuda_attention_arguments(call);
+  nyb_decode_features arguments = {
+      .mask = all.mask,
+      .window_tokens = (int)all.window_tokens,
+      .window_keep_tokens = (int)all.window_keep_tokens,
+      .softcap = all.softcap,
+      .softcap_reciprocal = all.softcap_reciprocal,
+      .starts = all.starts,
+      .slopes = all.slopes,
+      .sinks = all.sinks,
+      .mask_array = all.mask_array,
+      .mask_stride = {all.mask_stride[0], all.mask_stride[1], all.mask_stride[2]},
+      .page_table = all.page_table,
+      .page_table_stride = all.page_table_stride,
+      .page_count = all.page_count,
+  };
+  if (all.places == NYB_PLACES_RING) {
+    arguments.ring_keep_tokens = all.ring_keep_tokens;
+    arguments.ring_tokens = (int)all.capacity_tokens;
+    arguments.ring_offsets = all.ring_offsets;
+  }
   return arguments;
 }
 
@@ -325,7 +376,7 @@ static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
   const nyb_attention *a = call->attention;
   const cut c = cut_of(call, scope->properties);
   nyb_decode_call_arguments all = {.decode = arguments_of(call, &c, workspace)};
-  if (nyb_cuda_attention_feature(a) != NULL) all.call = nyb_cuda_attention_arguments(call);
+  if (nyb_cuda_attention_feature(a) != NULL) all.features = feature_arguments_of(call);
   nyb_decode_arguments *arguments = &all.decode;
   arguments->blocks = (int)decode_blocks(&c, scope->properties->multiprocessors,
                                          kernels[0]->blocks_per_multiprocessor);

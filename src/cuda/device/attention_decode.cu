@@ -21,8 +21,7 @@
 // (query rows at once, 8 or 16), ROWS (of them, those that may be in use), ROUND_SCORES
 // (NYB_ROUNDING_MLX), PACKED (1: tokens of a head are contiguous and start at multiples of 16
 // bytes; 0: any strides), STAGES (steps of tokens that are in shared memory or on their way),
-// FEATURED (tokens are hidden by more than a causal mask, sequences have starts, scores are capped,
-// sloped or added to), PLACED (NYB_DECODE_IN_ORDER: tokens follow each other; _SHIFTED: from anywhere on, or
+// FEATURES (bits: what hides tokens beside a causal mask or is done to scores), PLACED (NYB_DECODE_IN_ORDER: tokens follow each other; _SHIFTED: from anywhere on, or
 // in a ring; _PAGES: in pages, by runs of 16).
 #include "attention_decode_subtrees.cuh"
 
@@ -43,7 +42,7 @@ template <bool MASKED>
 __device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, const Queries &q,
                                       uint32 shared, const Addresses &where, bool first = false) {
   if (!first) before.add_to<MASKED>(leaf, shared, where);
-  if constexpr (FEATURED) step.mask.load(q, shared, step.first, step.by_place);
+  if constexpr (BOOLS || ADDED) step.mask.load(q, shared, step.first, step.by_place);
   step.score<MASKED>(leaf, q, shared, where);
   const bool raises = first || step.raises(leaf, q, shared, where);
   if (!first) step.weigh<MASKED>(leaf, q, shared, where);
@@ -128,8 +127,8 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
   Addresses where;
   where.start(shared);
   Queries q;
-#if FEATURED
-  q.call = &call_of(arguments);
+#if FEATURES
+  q.call = &features_of(arguments);
 #endif
   Leaf leaf;
   Combiner combiner;
@@ -154,7 +153,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
     Step step;
     const auto seen_whole = [&](int index) {
       const int end = leaf_token + (index + 1) * STEP;
-      if constexpr (FEATURED) {
+      if constexpr (SIGHT) {
         if (end - STEP < q.begin_of_all && end > q.keep_of_all) return false;
       }
       return end <= q.visible_to_all;
@@ -165,7 +164,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
       step.weights_at = buffer * WEIGHT_STEP_BYTES;
       step.first = leaf_token + index * STEP;
       if constexpr (WARP_PARTS == 1) step.first += warp * TILE + lane_token();
-      if constexpr (FEATURED) step.by_place = !seen_whole(index);
+      if constexpr (FEATURES) step.by_place = !seen_whole(index);
       stage = next_of<STAGES>(stage);
       scale_stage = next_of<SCALE_STAGES>(scale_stage);
       buffer ^= 1;
@@ -196,7 +195,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
           synchronize_warps();
         }
       }
-    } else if constexpr (FEATURED) { // one code for all steps, as above
+    } else if constexpr (FEATURES) { // one code for all steps, as above
       for (int index = first_step; index < steps; index++) {
         Step before = step;
         enter(index);
@@ -237,7 +236,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
     combiner.add_leaf(tree, a, static_cast<int64>(at.batch) * problem.pairs() + at.pair, at.leaf,
                       last);
     const bool leaves_pair =
-        FEATURED ? at.leaf + 1 == leaves.end || leaves.begin == leaves.end : last;
+        SIGHT ? at.leaf + 1 == leaves.end || leaves.begin == leaves.end : last;
     entry = leaves_pair ? NEW_PAIR : SAME_PAIR;
     if (unit + 1 < units_end) problem.advance(at);
   }

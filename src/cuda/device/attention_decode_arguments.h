@@ -6,14 +6,30 @@
 
 #include "attention_arguments.h"
 
+/* FEATURES of attention_decode and attention_merge, a bit for each: what a call asks for beside a
+ * causal mask. What it does not ask for is not compiled. */
+#define NYB_DECODE_SIGHT 1  /* windows, starts, masks from the top left */
+#define NYB_DECODE_CAPPED 2 /* a softcap */
+#define NYB_DECODE_SLOPED 4
+#define NYB_DECODE_BOOLS 8  /* a mask's array of bools; or one that is added, */
+#define NYB_DECODE_ADDED 16
+#define NYB_DECODE_ADDED_F32 32    /* in f32, not in the query's type */
+#define NYB_DECODE_ONE_MASK_ROW 64 /* which all rows of a tile share */
+#define NYB_DECODE_SINKS 128
+/* Sinks are the merge's alone. It looks at the finished sums: what has been done to scores matters
+ * only where rows may see no token, or tokens whose score is anything. */
+#define NYB_DECODE_OWN_FEATURES(features) ((features) & ~NYB_DECODE_SINKS)
+#define NYB_DECODE_MERGE_FEATURES(features) \
+  ((features) & (NYB_DECODE_SIGHT | NYB_DECODE_BOOLS | NYB_DECODE_ADDED | NYB_DECODE_SINKS))
+
 /* A step of tokens has so many tiles. A warp scores a tile, or two warps a part of head_dim each
  * where heads are so wide that few warps would fit a multiprocessor otherwise. */
 #define NYB_DECODE_TILES 4
-#define NYB_DECODE_WARP_PARTS(key_dim, value_dim, featured) \
-  ((key_dim) > 256 && (value_dim) == 512 && !(featured) ? 2 : 1)
+#define NYB_DECODE_WARP_PARTS(key_dim, value_dim, features) \
+  ((key_dim) > 256 && (value_dim) == 512 && (features) == 0 ? 2 : 1)
 /* Warps of a block of threads that multiply; one more copies. */
-#define NYB_DECODE_WARPS(key_dim, value_dim, featured) \
-  (NYB_DECODE_TILES * NYB_DECODE_WARP_PARTS(key_dim, value_dim, featured))
+#define NYB_DECODE_WARPS(key_dim, value_dim, features) \
+  (NYB_DECODE_TILES * NYB_DECODE_WARP_PARTS(key_dim, value_dim, features))
 /* Tokens that are summed in order, before the tree: fewer of wide heads, which seldom come many at
  * once. */
 #define NYB_DECODE_LEAF_TOKENS(key_dim, value_dim) ((key_dim) + (value_dim) > 512 ? 256 : 512)
@@ -22,8 +38,8 @@
 /* Subtrees of up to 2^levels leaves are added before they go to the workspace: as many as shared
  * memory has room for. Those of heads whose tiles two warps share wait in the workspace itself. */
 #define NYB_DECODE_USED_COLUMNS(rows) ((rows) <= 2 ? 2 : (rows) <= 4 ? 4 : (rows) <= 8 ? 8 : 16)
-#define NYB_DECODE_LEVELS(key_dim, value_dim, rows, featured)  \
-  (NYB_DECODE_WARP_PARTS(key_dim, value_dim, featured) > 1 ? 4 \
+#define NYB_DECODE_LEVELS(key_dim, value_dim, rows, features)  \
+  (NYB_DECODE_WARP_PARTS(key_dim, value_dim, features) > 1 ? 4 \
    : NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 256    ? 3 \
    : NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 2048   ? 2 \
    : NYB_DECODE_USED_COLUMNS(rows) * (value_dim) <= 4096   ? 1 \
@@ -60,7 +76,12 @@
 #define NYB_DECODE_QUERY_SUMS_BYTES(key_dim, key_group, columns) \
   (((key_dim) / (key_group) > 4 ? (key_dim) / (key_group) : 4) * (columns)*4)
 /* Of a row: how many tokens it sees; or where it stands and what becomes of its scores. */
-#define NYB_DECODE_SIGHT_WORDS(featured) ((featured) ? 8 : 1)
+#define NYB_DECODE_SIGHT_WORDS(features)                                                \
+  (((features) & (NYB_DECODE_SIGHT | NYB_DECODE_SLOPED)) != 0 ||                        \
+           (((features) & (NYB_DECODE_BOOLS | NYB_DECODE_ADDED)) != 0 &&                \
+            ((features)&NYB_DECODE_ONE_MASK_ROW) == 0)                                  \
+       ? 8                                                                              \
+       : 1)
 /* Two steps' weights, and before them what is known of the query rows. Where two warps share a
  * tile, weights in f32 too. */
 #define NYB_DECODE_SCRATCH_BYTES(key_dim, columns, warps) \
@@ -90,9 +111,9 @@
 #define NYB_DECODE_PARKED_WARP_BYTES 64
 #define NYB_DECODE_PARKED_BYTES(warps) \
   ((warps) > NYB_DECODE_TILES ? (warps)*NYB_DECODE_PARKED_WARP_BYTES : 0)
-#define NYB_DECODE_TREE_BYTES(key_dim, value_dim, columns, rows, dim_warps, warps, featured) \
+#define NYB_DECODE_TREE_BYTES(key_dim, value_dim, columns, rows, dim_warps, warps, features) \
   (((warps) / (dim_warps)-1) * (value_dim) * (columns)*4 +                                   \
-   NYB_DECODE_LEVELS(key_dim, value_dim, rows, featured) *                                   \
+   NYB_DECODE_LEVELS(key_dim, value_dim, rows, features) *                                   \
        ((warps) > NYB_DECODE_TILES                                                           \
             ? (warps)*4 * ((columns) / 8) * 16                                               \
             : (dim_warps)*8 *                                                                \
@@ -102,27 +123,27 @@
                   ((value_dim) / (dim_warps) / 16 + 1) * ((columns) / 8) * 16))
 #define NYB_DECODE_SHARED_BYTES(key_dim, value_dim, key_bits, value_bits, key_group, value_group, \
                                 key_scale_bytes, value_scale_bytes, tile, stages, columns, rows,  \
-                                featured)                                                         \
+                                features)                                                         \
   ((stages)*NYB_DECODE_STAGE_BYTES(key_dim, value_dim, key_bits, value_bits, key_group,           \
                                    key_scale_bytes, tile) +                                       \
    ((stages) + 1) *                                                                               \
        NYB_DECODE_SCALE_STAGE_BYTES(value_dim, value_group, value_scale_bytes, tile) +            \
    NYB_DECODE_QUERY_BYTES(key_dim, columns) +                                                     \
    NYB_DECODE_QUERY_SUMS_BYTES(key_dim, key_group, columns) +                                     \
-   (columns)*4 * (NYB_DECODE_SIGHT_WORDS(featured) +                                              \
-                  NYB_DECODE_WARP_PARTS(key_dim, value_dim, featured) - 1) +                      \
+   (columns)*4 * (NYB_DECODE_SIGHT_WORDS(features) +                                              \
+                  NYB_DECODE_WARP_PARTS(key_dim, value_dim, features) - 1) +                      \
    NYB_DECODE_WEIGHT_BYTES(key_dim, (value_dim) / (value_group), tile, columns,                   \
-                           NYB_DECODE_WARPS(key_dim, value_dim, featured)) +                      \
+                           NYB_DECODE_WARPS(key_dim, value_dim, features)) +                      \
    NYB_DECODE_TOLD_BYTES((value_dim) / (value_group), columns,                                    \
-                         NYB_DECODE_WARPS(key_dim, value_dim, featured)) +                        \
-   NYB_DECODE_PARTS_BYTES(columns, NYB_DECODE_WARPS(key_dim, value_dim, featured)) +              \
+                         NYB_DECODE_WARPS(key_dim, value_dim, features)) +                        \
+   NYB_DECODE_PARTS_BYTES(columns, NYB_DECODE_WARPS(key_dim, value_dim, features)) +              \
    NYB_DECODE_GROWS_BYTES((value_dim) / (value_group),                                            \
-                          NYB_DECODE_WARPS(key_dim, value_dim, featured)) +                       \
-   NYB_DECODE_PARKED_BYTES(NYB_DECODE_WARPS(key_dim, value_dim, featured)) +                      \
+                          NYB_DECODE_WARPS(key_dim, value_dim, features)) +                       \
+   NYB_DECODE_PARKED_BYTES(NYB_DECODE_WARPS(key_dim, value_dim, features)) +                      \
    NYB_DECODE_TREE_BYTES(key_dim, value_dim, columns, rows,                                       \
                          NYB_DECODE_DIM_WARPS(value_dim, value_bits, value_group,                 \
-                                              NYB_DECODE_WARPS(key_dim, value_dim, featured)),    \
-                         NYB_DECODE_WARPS(key_dim, value_dim, featured), featured))
+                                              NYB_DECODE_WARPS(key_dim, value_dim, features)),    \
+                         NYB_DECODE_WARPS(key_dim, value_dim, features), features))
 
 /* Leaves that a lane of the merge adds at once, the elements of a row that it adds, and the lanes
  * of a warp that share a row's elements at most. */
@@ -182,11 +203,28 @@ typedef struct nyb_decode_arguments {
 #define NYB_DECODE_PAGES 2
 #define NYB_DECODE_PAGE_RUN 16
 
-/* The parameter of kernels that are FEATURED or PLACED: what a row sees and where tokens stand is
- * said in `call`. */
+/* What a row sees and what becomes of its scores (attention_sight.cuh), and where tokens stand
+ * (attention_places.cuh): what attention_decode and attention_merge look at of it. */
+typedef struct nyb_decode_features {
+  int mask;
+  int window_tokens, window_keep_tokens; /* window 0: none */
+  float softcap, softcap_reciprocal;     /* rounded as scores are */
+  const int *starts; /* or null */
+  const float *slopes, *sinks;
+  const char *mask_array;
+  long long mask_stride[3];
+  const int *page_table;
+  long long page_table_stride;
+  int page_count;
+  int ring_keep_tokens, ring_tokens; /* ring_tokens: its slots, those kept too; 0: no ring */
+  int padding;
+  const int *ring_offsets; /* or null */
+} nyb_decode_features;
+
+/* The parameter of kernels that have FEATURES or are PLACED. */
 typedef struct nyb_decode_call_arguments {
   nyb_decode_arguments decode;
-  nyb_attention_arguments call;
+  nyb_decode_features features;
 } nyb_decode_call_arguments;
 
 #endif

@@ -74,7 +74,7 @@ struct Problem {
   // To the next one, which exists.
   __device__ __forceinline__ void advance(Position &at) const {
     if (++at.leaf < at.leaves().end) {
-      if constexpr (FEATURED) {
+      if constexpr (SIGHT) {
         if (at.leaf == at.leaves().keep) at.leaf = at.leaves().begin;
       }
       return;
@@ -83,14 +83,14 @@ struct Problem {
     if (++at.pair < pairs()) return;
     at.pair = 0;
     do enter_sequence(at, at.batch + 1);
-    while (FEATURED ? at.leaves().count() == 0 : at.length == 0);
+    while (SIGHT ? at.leaves().count() == 0 : at.length == 0);
     at.leaf = at.leaves().leaf_at(0);
   }
 };
 
 // A leaf's steps from `first` up to `end` hold something that is seen.
 __device__ __forceinline__ int first_step_of(const Position &at) {
-#if FEATURED
+#if FEATURES & NYB_DECODE_SIGHT
   const Leaves leaves = at.leaves();
   const int hidden = at.begin_token - at.leaf * LEAF;
   if (at.leaf == leaves.begin && at.keep_tokens <= at.leaf * LEAF && hidden > 0)
@@ -100,7 +100,7 @@ __device__ __forceinline__ int first_step_of(const Position &at) {
 }
 __device__ __forceinline__ int end_step_of(const Position &at) {
   int left = at.length - at.leaf * LEAF;
-#if FEATURED
+#if FEATURES & NYB_DECODE_SIGHT
   if (at.leaf < at.leaves().keep) left = at.keep_tokens - at.leaf * LEAF;
 #endif
   return left >= LEAF ? LEAF_STEPS : (left + STEP - 1) / STEP;
@@ -114,18 +114,17 @@ struct Shift {
   int keep_end, wrap, of_kept, of_ring,
       of_wrapped; // wrap: the first token in the ring's first slot
   __device__ __forceinline__ void start(const Arguments &arguments, const Position &at) {
-    const nyb_attention_arguments &call = call_of(arguments);
+    const nyb_decode_features &call = features_of(arguments);
     keep_end = wrap = 0x7fffffff;
     of_kept = of_ring = of_wrapped = 0;
-#if FEATURED
+#if FEATURES & NYB_DECODE_SIGHT
     of_kept = at.start;
 #endif
-    if (call.places != NYB_PLACES_RING) return;
-    const int capacity = static_cast<int>(call.capacity_tokens),
-              slots = capacity - call.ring_keep_tokens;
+    if (call.ring_tokens == 0) return;
+    const int slots = call.ring_tokens - call.ring_keep_tokens;
     if (call.ring_offsets != nullptr) of_ring = max(min(call.ring_offsets[at.batch], slots - 1), 0);
     keep_end = call.ring_keep_tokens;
-    wrap = capacity - of_ring;
+    wrap = call.ring_tokens - of_ring;
     of_wrapped = of_ring - slots;
   }
   __device__ __forceinline__ int row_of(int token) const {
@@ -178,7 +177,7 @@ struct Copies {
     steps = end_step_of(at);
     const int token = at.leaf * LEAF + step * STEP;
     tokens_left = at.length - token;
-    if (!FEATURED && !PLACED && same_pair) return; // the leaf before was whole
+    if (!SIGHT && !PLACED && same_pair) return; // the leaf before was whole
     const int64 batch = PLACED == NYB_DECODE_PAGES ? 0 : at.batch, head = problem.head_of(at);
     const auto address = [&](const char *base, const long long *stride) {
       return base + batch * stride[0] + head * stride[1] + (PLACED ? 0 : token) * stride[2];
@@ -367,7 +366,7 @@ struct Copies {
   static_assert(LEAF <= 32 * RUN);
   // The page of the lane's run of a leaf, as the table has it.
   __device__ __forceinline__ int page_of(int leaf) const {
-    const nyb_attention_arguments &call = call_of(*problem.all);
+    const nyb_decode_features &call = features_of(*problem.all);
     const int token = leaf * LEAF + (threadIdx.x & 31) % (LEAF / RUN) * RUN;
     if (token >= at.length) return 0;
     return call.page_table[at.batch * call.page_table_stride + (token >> page_shift())];
@@ -376,7 +375,7 @@ struct Copies {
   __device__ __forceinline__ void enter_pages(bool same_pair) {
     const int page = same_pair ? next_page : page_of(at.leaf);
     next_page = page_of(at.leaf + 1);
-    const int64 block = max(min(page, call_of(*problem.all).page_count - 1), 0);
+    const int64 block = max(min(page, features_of(*problem.all).page_count - 1), 0);
     const int token = at.leaf * LEAF + (threadIdx.x & 31) % (LEAF / RUN) * RUN;
     const int64 row = token & ((1 << page_shift()) - 1);
     run_codes = codes + block * stored->codes_stride[0] + row * ROW;
@@ -447,8 +446,8 @@ struct Copies {
       units_left--;
       const int before = at.leaf;
       problem.advance(at);
-      enter_leaf(FEATURED ? at.leaf == before + 1 && at.leaf != at.leaves().leaf_at(0)
-                          : at.leaf != 0);
+      enter_leaf(SIGHT ? at.leaf == before + 1 && at.leaf != at.leaves().leaf_at(0)
+                       : at.leaf != 0);
     }
     if (step < steps) {
       if constexpr (!PACKED) {

@@ -10,11 +10,11 @@
     !defined(KEY_GROUP) || !defined(VALUE_GROUP) || !defined(QUERY_TYPE) ||                   \
     !defined(KEY_SCALE_TYPE) || !defined(VALUE_SCALE_TYPE) || !defined(COLUMNS) ||            \
     !defined(ROWS) || !defined(ROUND_SCORES) || !defined(PACKED) || !defined(STAGES) ||       \
-    !defined(FEATURED) || !defined(PLACED)
+    !defined(FEATURES) || !defined(PLACED)
 #error "a parameter of attention_decode is missing"
 #endif
 
-constexpr int WARPS = NYB_DECODE_WARPS(KEY_DIM, VALUE_DIM, FEATURED), TILES = NYB_DECODE_TILES;
+constexpr int WARPS = NYB_DECODE_WARPS(KEY_DIM, VALUE_DIM, FEATURES), TILES = NYB_DECODE_TILES;
 constexpr int KEY_ROW = KEY_DIM * KEY_BITS / 8, VALUE_ROW = VALUE_DIM * VALUE_BITS / 8;
 constexpr int KEY_GROUPS = KEY_DIM / KEY_GROUP, VALUE_GROUPS = VALUE_DIM / VALUE_GROUP;
 constexpr int N_TILES = COLUMNS / 8;
@@ -63,7 +63,7 @@ __device__ __forceinline__ int tile_of_warp() {
 }
 // Adds or compares over the lanes that share columns: their tokens differ.
 constexpr int NEXT_ROW = SPLIT == 1 ? 4 : 2;
-constexpr int LEVELS = NYB_DECODE_LEVELS(KEY_DIM, VALUE_DIM, ROWS, FEATURED);
+constexpr int LEVELS = NYB_DECODE_LEVELS(KEY_DIM, VALUE_DIM, ROWS, FEATURES);
 static_assert(LEVELS <= NYB_LEAF_MAX_LEVELS); // attention_merge knows no larger subtrees
 
 __host__ __device__ constexpr int round_up(int value, int multiple) {
@@ -95,7 +95,7 @@ constexpr int QUERY_SUMS_BYTES = NYB_DECODE_QUERY_SUMS_BYTES(KEY_DIM, KEY_GROUP,
 constexpr int VISIBLE_AT = QUERY_SUMS_AT + QUERY_SUMS_BYTES; // how many tokens each row sees
 // Where registers are few, the rows' units are there too, behind.
 constexpr bool HOLD_UNITS = WARP_PARTS == 1;
-constexpr int UNITS_AT = VISIBLE_AT + COLUMNS * 4 * NYB_DECODE_SIGHT_WORDS(FEATURED);
+constexpr int UNITS_AT = VISIBLE_AT + COLUMNS * 4 * NYB_DECODE_SIGHT_WORDS(FEATURES);
 constexpr int WEIGHTS_AT = UNITS_AT + (HOLD_UNITS ? 0 : COLUMNS * 4);
 constexpr int WEIGHT_GROUP_BYTES = WEIGHT_ROWS * WEIGHT_ROW_BYTES;
 constexpr int WEIGHT_STEP_BYTES = // one step's; there are two

@@ -95,64 +95,62 @@ __device__ __forceinline__ int column_of(int j) {
   return j / 2 * 8 + 2 * (threadIdx.x & 3) % USED + j % 2;
 }
 
-// FEATURED: elements of the mask's array for the lane's tokens and columns, as they lie in memory:
-// neighbours in a word where they are narrow.
+// BOOLS, ADDED: elements of the mask's array for the lane's tokens and columns, as they lie in
+// memory: neighbours in a word where they are narrow.
 struct MaskWords {
-  uint32 words[2 * N_TILES][KEPT];
+  static constexpr int MASK_ROWS = ONE_MASK_ROW ? 1 : 2 * N_TILES;
+  uint32 words[MASK_ROWS][KEPT];
 
+  __device__ __forceinline__ const uint32 *of_column(int j) const {
+    return words[ONE_MASK_ROW ? 0 : j];
+  }
   __device__ __forceinline__ uint32 bool_of(int i, int j) const {
-    return words[j][0] >> 8 * i & 255;
+    return of_column(j)[0] >> 8 * i & 255;
   }
   // Whether any of them is 0.
   __device__ __forceinline__ bool any_false() const {
     constexpr uint32 ONES = KEPT == 1 ? 1 : KEPT == 2 ? 0x0101 : 0x01010101;
     uint32 zeros = 0; // its bytes' highest bits, where one is 0
 #pragma unroll
-    for (int j = 0; j < 2 * N_TILES; j++) zeros |= (words[j][0] - ONES) & ~words[j][0];
+    for (int j = 0; j < MASK_ROWS; j++) zeros |= (words[j][0] - ONES) & ~words[j][0];
     return (zeros & ONES << 7) != 0;
   }
-  __device__ __forceinline__ float f16_of(int i, int j) const { // or bf16
-    return i % 2 == 0 ? low_of<QUERY_TYPE>(words[j][i / 2]) : high_of<QUERY_TYPE>(words[j][i / 2]);
-  }
-  __device__ __forceinline__ float f32_of(int i, int j) const {
-    return __uint_as_float(words[j][i]);
+  __device__ __forceinline__ float added_of(int i, int j) const {
+    if constexpr (MASK_BYTES == 4) return __uint_as_float(of_column(j)[i]);
+    const uint32 two = of_column(j)[i / 2];
+    return i % 2 == 0 ? low_of<QUERY_TYPE>(two) : high_of<QUERY_TYPE>(two);
   }
 
   // Of tokens from `first` on. by_place: some may be past a row's end; those are shown, or get 0
   // added. Rows that are not in use read the tile's first one.
   __device__ __forceinline__ void load(const Queries &q, uint32 shared, int first, bool by_place) {
-    const nyb_attention_arguments &call = *q.call;
-    if (call.mask_kind == 0) return;
-    if (call.mask_kind == NYB_DEVICE_ARRAY_BOOL) {
-      load_elements<1>(q, shared, first, by_place, 0x01010101u);
-    } else if (call.mask_dtype == F32) {
-      load_elements<4>(q, shared, first, by_place, 0);
-    } else {
-      load_elements<2>(q, shared, first, by_place, 0);
-    }
-  }
-  template <int BYTES>
-  __device__ __forceinline__ void load_elements(const Queries &q, uint32 shared, int first,
-                                                bool by_place, uint32 nothing) {
-    constexpr int ALL = KEPT * BYTES, WORDS = (ALL + 3) / 4;
-    const char *column_first = q.call->mask_array + static_cast<int64>(first) * BYTES;
+    constexpr int ALL = KEPT * MASK_BYTES, WORDS = (ALL + 3) / 4;
+    constexpr uint32 NOTHING = BOOLS ? 0x01010101u : 0;
+    const int64 begin = static_cast<int64>(first) * MASK_BYTES;
+    const auto row_of = [&](int j) {
+      return (ONE_MASK_ROW ? q.mask_row : q.call->mask_array + Sight::mask_offset_of(shared, column_of(j))) +
+             begin;
+    };
     if (!by_place && (q.mask_bits & (ALL - 1)) == 0) {
 #pragma unroll
-      for (int j = 0; j < 2 * N_TILES; j++)
-        load_neighbours<ALL>(words[j], column_first + Sight::mask_offset_of(shared, column_of(j)));
+      for (int j = 0; j < MASK_ROWS; j++) load_neighbours<ALL>(words[j], row_of(j));
       return;
     }
 #pragma unroll
-    for (int j = 0; j < 2 * N_TILES; j++) {
-      Sight row;
-      row.load_span(shared, column_of(j));
-      const int end = row.end == UNUSED_ROW ? 0 : row.end;
-      const char *from = column_first + Sight::mask_offset_of(shared, column_of(j));
+    for (int j = 0; j < MASK_ROWS; j++) {
+      int end = 0; // behind the last one that any of the columns needs
 #pragma unroll
-      for (int word = 0; word < WORDS; word++) words[j][word] = nothing;
+      for (int column = j; column < 2 * N_TILES; column += MASK_ROWS) {
+        Sight row;
+        row.load_span(shared, column_of(column));
+        end = max(end, row.end == UNUSED_ROW ? 0 : row.end);
+      }
+      const char *from = row_of(j);
+#pragma unroll
+      for (int word = 0; word < WORDS; word++) words[j][word] = NOTHING;
 #pragma unroll
       for (int i = 0; i < KEPT; i++) {
-        if (first + i < end) insert<BYTES>(words[j], i, from + i * BYTES);
+        if (first + i < end) insert<MASK_BYTES>(words[j], i, from + i * MASK_BYTES);
       }
     }
   }
@@ -189,6 +187,7 @@ struct MaskWords {
 // Sums are in units of 2^maximum, for each column: a bound on the scores so far, with room above so
 // that it seldom has to be raised. Weights times V's scales are brought into the range of f16 by a
 // power of two for each group, which follows the largest finite scale.
+constexpr bool IN_LOG2 = ROUND_SCORES || CHANGED; // scores; else they come to it with their weights
 constexpr float HEADROOM = 2; // log2 units
 constexpr int VALUE_HEADROOM = 1;
 constexpr int NO_VALUES = -120; // below every exponent
@@ -400,13 +399,13 @@ struct Leaf {
                                                     const float (*scores)[N_TILES][2],
                                                     const Queries &q, uint32 shared) {
     float unit[2 * N_TILES];
-    q.load_units(unit, shared);
+    if constexpr (!IN_LOG2) q.load_units(unit, shared);
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       highest[j] = scores[0][j / 2][j % 2];
 #pragma unroll
       for (int i = 1; i < KEPT; i++) highest[j] = fmaxf(highest[j], scores[i][j / 2][j % 2]);
-      if constexpr (!ROUND_SCORES) highest[j] *= unit[j];
+      if constexpr (!IN_LOG2) highest[j] *= unit[j];
     }
   }
   // unseen: bit i, that none of the lane's rows sees token i.
@@ -418,7 +417,7 @@ struct Leaf {
 #pragma unroll
       for (int i = 0; i < KEPT; i++) {
         const float scale = fabsf(scales.at(i, g));
-        if (!FEATURED || (unseen >> i & 1) == 0) largest[g] = fmaxf(largest[g], scale);
+        if (!HIDING || (unseen >> i & 1) == 0) largest[g] = fmaxf(largest[g], scale);
       }
     }
   }
@@ -527,7 +526,7 @@ struct Leaf {
             largest_scale[g] == infinity() ? largest_finite(scales, g, unseen) : largest_scale[g];
         // Lanes beside each other have other rows, which may see other tokens.
 #pragma unroll
-        for (int distance = FEATURED ? 1 : NEXT_ROW; distance < 32; distance *= 2)
+        for (int distance = HIDING ? 1 : NEXT_ROW; distance < 32; distance *= 2)
           largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, distance));
         if (lane == 0)
           store_float_shared(raised + (warp * RAISED_WORDS + COLUMNS + g) * 4, largest);
@@ -633,7 +632,7 @@ struct Leaf {
                                         int first, Hidden hidden, bool hides,
                                         const Addresses &where) const {
     float unit[2 * N_TILES];
-    if constexpr (!ROUND_SCORES) q.load_units(unit, shared);
+    if constexpr (!IN_LOG2) q.load_units(unit, shared);
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
       const float base = maximum[j] == -infinity() ? 0.0f : maximum[j];
@@ -641,13 +640,13 @@ struct Leaf {
       for (int i = 0; i < KEPT; i++) {
         const float score = scores[i][j / 2][j % 2];
         weights[i][j / 2][j % 2] =
-            exp2_fast(ROUND_SCORES ? score - base : fmaf(score, unit[j], -base));
+            exp2_fast(IN_LOG2 ? score - base : fmaf(score, unit[j], -base));
       }
     }
     if constexpr (WARP_PARTS > 1)
       store_words<N_TILES * 2>(where.store_floats + weights_at, weights[0][0]);
     int visible[2 * N_TILES];
-    if constexpr (MASKED && !FEATURED) Queries::load_visible(visible, shared);
+    if constexpr (MASKED && !FEATURES) Queries::load_visible(visible, shared);
     ValueScales scales;
     scales.load(scales_at + where.value_scales);
     uint32 grows[VALUE_GROUPS];
@@ -664,7 +663,7 @@ struct Leaf {
       }
       if constexpr (!MASKED) {
         scale_weights(words, weights, scales, g, grow, SeenWhole());
-      } else if constexpr (!FEATURED) {
+      } else if constexpr (!FEATURES) {
         scale_weights(words, weights, scales, g, grow, SeenUntil(visible, first));
       } else if (!hides) {
         scale_weights(words, weights, scales, g, grow, SeenWhole());
@@ -691,10 +690,10 @@ struct Leaf {
     ValueScales biases;
     biases.load(scales_at + where.value_scales + VALUE_SCALE_BYTES);
     int visible[2 * N_TILES];
-    if constexpr (MASKED && !FEATURED) Queries::load_visible(visible, shared);
+    if constexpr (MASKED && !FEATURES) Queries::load_visible(visible, shared);
     if constexpr (!MASKED) {
       add_weights_of(weights, biases, SeenWhole());
-    } else if constexpr (!FEATURED) {
+    } else if constexpr (!FEATURES) {
       add_weights_of(weights, biases, SeenUntil(visible, first));
     } else if (!hides) {
       add_weights_of(weights, biases, SeenWhole());
@@ -713,7 +712,7 @@ struct Leaf {
         const float weight = weights[i][j / 2][j % 2];
         const bool seen = seen_by.shows(i, j);
         // That a token has been seen shows where its score is -inf, too.
-        const bool marked = FEATURED && seen && (!SEEN_BY::ALL || i % SET_TOKENS == 0);
+        const bool marked = HIDING && seen && (!SEEN_BY::ALL || i % SET_TOKENS == 0);
         sum[i / SET_TOKENS][j] += marked ? weight + SEEN : weight;
 #pragma unroll
         for (int g = 0; g < VALUE_GROUPS; g++) {
@@ -873,53 +872,48 @@ struct Leaf {
     float largest = 0;
 #pragma unroll
     for (int i = 0; i < KEPT; i++) {
-      if (FEATURED && (unseen >> i & 1) != 0) continue;
+      if (HIDING && (unseen >> i & 1) != 0) continue;
       const float scale = fabsf(scales.at(i, group));
       largest = fmaxf(largest, scale == infinity() ? 0.0f : scale);
     }
     return largest;
   }
 
-  // ---- FEATURED
+  // ---- FEATURES
   // Products to scores, where they are more.
   static __device__ __forceinline__ void change_scores(float (*scores)[N_TILES][2], Hidden &hidden,
                                                        const MaskWords &mask, const Queries &q,
                                                        uint32 shared, int first) {
-    const nyb_attention_arguments &given = *q.call;
-    if (!ROUND_SCORES && !changes_scores(given)) return;
+    if constexpr (!ROUND_SCORES && !CHANGED) return;
     nyb_attention_arguments call; // what the functions below look at, as far as it is constant
     call.round_to = ROUND_SCORES ? QUERY_TYPE : F32;
-    call.softcap = given.softcap;
-    const bool caps = given.softcap != 0.0f;
+    if constexpr (CAPPED) call.softcap = q.call->softcap;
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
-      Sight row;
-      row.load_scale(shared, column_of(j));
 #pragma unroll
       for (int i = 0; i < KEPT; i++) {
         float &score = scores[i][j / 2][j % 2];
-        score *= row.unit;
+        score *= q.held_unit[j];
         if constexpr (ROUND_SCORES) {
           score = round_to<QUERY_TYPE>(score);
-          if (caps) score = nyb_capped_score(&call, __fmul_rn(score, given.softcap_reciprocal));
+          if constexpr (CAPPED)
+            score = nyb_capped_score(&call, __fmul_rn(score, q.call->softcap_reciprocal));
         }
       }
     }
-    if constexpr (!ROUND_SCORES) {
-      if (caps) {
-        const float cap = only_caps(given) ? __fmul_rn(given.softcap, LOG2_E) : given.softcap;
+    if constexpr (CAPPED && !ROUND_SCORES) {
+      const float cap = ONLY_CAPPED ? __fmul_rn(call.softcap, LOG2_E) : call.softcap;
 #pragma unroll
-        for (int i = 0; i < KEPT; i++) {
+      for (int i = 0; i < KEPT; i++) {
 #pragma unroll
-          for (int j = 0; j < 2 * N_TILES; j++)
-            scores[i][j / 2][j % 2] = capped(scores[i][j / 2][j % 2], cap);
-        }
-        if (only_caps(given)) return;
+        for (int j = 0; j < 2 * N_TILES; j++)
+          scores[i][j / 2][j % 2] = capped(scores[i][j / 2][j % 2], cap);
       }
+      if constexpr (ONLY_CAPPED) return;
     }
-    if (given.slopes != nullptr) add_slopes(scores, call, shared, first);
-    if (given.mask_kind == NYB_DEVICE_ARRAY_ADD) {
-      add_mask(scores, hidden, mask, given);
+    if constexpr (SLOPED) add_slopes(scores, call, shared, first);
+    if constexpr (ADDED) {
+      add_mask(scores, hidden, mask);
       return;
     }
 #pragma unroll
@@ -940,7 +934,7 @@ struct Leaf {
     for (int j = 0; j < 2 * N_TILES; j++) {
       Sight row;
       row.load_span(shared, column_of(j));
-      row.load_scale(shared, column_of(j));
+      row.load_slope(shared, column_of(j));
       // The way back to the lane's first token, as a float, is exact: so are its neighbours'.
       const int past =
           static_cast<int>(static_cast<uint32>(row.position) - static_cast<uint32>(first));
@@ -961,18 +955,16 @@ struct Leaf {
   }
   // To log2 units, with what the array adds.
   static __device__ __forceinline__ void add_mask(float (*scores)[N_TILES][2], Hidden &hidden,
-                                                  const MaskWords &mask,
-                                                  const nyb_attention_arguments &call) {
-    const bool wide = call.mask_dtype == F32;
-    const bool rounds = ROUND_SCORES && call.round_sums_to != F32;
+                                                  const MaskWords &mask) {
+    constexpr bool ROUNDS = ROUND_SCORES && MASK_BYTES == 2; // sums with f32 stay f32
 #pragma unroll
     for (int i = 0; i < KEPT; i++) {
 #pragma unroll
       for (int j = 0; j < 2 * N_TILES; j++) {
         float &score = scores[i][j / 2][j % 2];
-        const float added = wide ? mask.f32_of(i, j) : mask.f16_of(i, j);
+        const float added = mask.added_of(i, j);
         score = __fadd_rn(score, added);
-        if (rounds) score = round_to<QUERY_TYPE>(score);
+        if constexpr (ROUNDS) score = round_to<QUERY_TYPE>(score);
         score = log2_units_of(score);
         if (added == -infinity()) hide_one(scores, hidden, i, j);
       }
@@ -1023,7 +1015,7 @@ struct Leaf {
     biases.load(stage + where.key_scales + KEY_BIASES_AT);
     score(parts, q, scales, biases, stage, shared + QUERIES_AT, where);
     // A softcap would make a number of any infinite score.
-    const bool poisons = FEATURED ? may_be_infinite(parts) : MASKED || may_be_minus_infinity(parts);
+    const bool poisons = FEATURES ? may_be_infinite(parts) : MASKED || may_be_minus_infinity(parts);
     if (poisons) poison(parts, scales, biases);
   }
   // The scores of the tokens that the lane keeps, from the sums of their parts.
@@ -1048,7 +1040,7 @@ struct Leaf {
       }
     }
   }
-  // by_place: FEATURED, that some row may not see all of the step by its place; hides: whether a
+  // by_place: FEATURES, that some row may not see all of the step by its place; hides: whether a
   // token is hidden from any of the warp's rows.
   template <bool MASKED>
   __device__ __forceinline__ void score_tile(float (*scores)[N_TILES][2], Hidden &hidden,
@@ -1059,20 +1051,18 @@ struct Leaf {
     float parts[LANE_TOKENS][N_TILES][2];
     score_parts<MASKED>(parts, q, stage, shared, where);
     add_parts(scores, parts);
-    if constexpr (FEATURED) {
+    if constexpr (FEATURES) {
       hidden = unseen = 0;
-      hides = false;
       change_scores(scores, hidden, mask, q, shared, first);
-      const int kind = q.call->mask_kind;
-      if (by_place || kind != 0) {
-        const bool by_array = kind == NYB_DEVICE_ARRAY_BOOL;
-        const bool may_hide = by_place || hidden != 0 || (by_array && mask.any_false());
+      hides = by_place;
+      if constexpr (BOOLS || ADDED) {
+        const bool may_hide = by_place || hidden != 0 || (BOOLS && mask.any_false());
         hides = __any_sync(~0u, may_hide) != 0;
-        if (hides) {
-          if (by_array) hide_by_array(scores, hidden, mask);
-          if (by_place) hide_by_place(scores, hidden, shared, first);
-          unseen = unseen_of(hidden, q);
-        }
+      }
+      if (hides) {
+        if constexpr (BOOLS) hide_by_array(scores, hidden, mask);
+        if (by_place) hide_by_place(scores, hidden, shared, first);
+        if constexpr (HIDING) unseen = unseen_of(hidden, q);
       }
       return;
     }
@@ -1120,11 +1110,11 @@ struct Step {
   uint32 stage, scales_at; // where its copies are
   uint32 weights_at;       // 0 or WEIGHT_STEP_BYTES
   int first;                // the lane's first token; the step's where two warps share a tile
-  bool by_place;            // FEATURED: some row may not see all of it where it stands
+  bool by_place;            // FEATURES: some row may not see all of it where it stands
   Hidden hidden;            // from which rows
   bool hides;               // from any of the warp's
   uint32 unseen;            // bit i: from all of the lane's
-  MaskWords mask;           // FEATURED
+  MaskWords mask;           // BOOLS, ADDED
   float scores[KEPT][N_TILES][2], weights[KEPT][N_TILES][2]; // of the tokens that the lane keeps
 
   __device__ __forceinline__ int first_of_lane() const {

@@ -5,31 +5,39 @@
 
 #include "attention_decode_arguments.h"
 #include "attention_leaves.cuh"
-#include "attention_places.cuh"
+#include "attention_sight.cuh"
 #include "numbers.cuh"
 
-#if !defined(FEATURED) || !defined(PLACED)
-#error "FEATURED or PLACED is missing"
+#if !defined(FEATURES) || !defined(PLACED)
+#error "FEATURES or PLACED is missing"
 #endif
+constexpr bool SIGHT = (FEATURES & NYB_DECODE_SIGHT) != 0;
+constexpr bool CAPPED = (FEATURES & NYB_DECODE_CAPPED) != 0;
+constexpr bool SLOPED = (FEATURES & NYB_DECODE_SLOPED) != 0;
+constexpr bool BOOLS = (FEATURES & NYB_DECODE_BOOLS) != 0;
+constexpr bool ADDED = (FEATURES & NYB_DECODE_ADDED) != 0;
+// Rows may see no token at all though there are some, and tokens that others do not see.
+constexpr bool HIDING = SIGHT || BOOLS || ADDED;
+
 // Kernels of plain calls take less.
-#if FEATURED || PLACED
+#if FEATURES || PLACED
 using Arguments = nyb_decode_call_arguments;
 __device__ __forceinline__ const nyb_decode_arguments &decode_of(const Arguments &a) {
   return a.decode;
 }
-__device__ __forceinline__ const nyb_attention_arguments &call_of(const Arguments &a) {
-  return a.call;
+__device__ __forceinline__ const nyb_decode_features &features_of(const Arguments &a) {
+  return a.features;
 }
 #else
 using Arguments = nyb_decode_arguments;
 __device__ __forceinline__ const nyb_decode_arguments &decode_of(const Arguments &a) { return a; }
-__device__ nyb_attention_arguments call_of(const Arguments &a); // nowhere
+__device__ nyb_decode_features features_of(const Arguments &a); // nowhere
 #endif
 
 // A sequence from its start on, up to the last token that a query row sees.
 struct Sequence {
   int length;
-#if FEATURED
+#if FEATURES & NYB_DECODE_SIGHT
   int start;
   // All its query rows together see [0, keep_tokens) and [begin_token, length).
   int keep_tokens, begin_token;
@@ -38,25 +46,24 @@ struct Sequence {
 
 __device__ __forceinline__ Sequence sequence_of(const Arguments &arguments, int batch) {
   Sequence sequence;
-#if FEATURED
+  const nyb_decode_arguments &a = decode_of(arguments);
+#if FEATURES & NYB_DECODE_SIGHT
   // nyb_row_sight_of() of the first row and of the last one, in 32 bits: it is worked out in many
   // places, and positions of so few rows fit.
-  const nyb_attention_arguments &call = call_of(arguments);
-  const int length = max(min(call.lengths[batch], static_cast<int>(call.room_tokens)), 0);
+  const nyb_decode_features &call = features_of(arguments);
+  const int length = max(min(a.lengths[batch], static_cast<int>(a.capacity_tokens)), 0);
   sequence.start = call.starts != nullptr ? max(min(call.starts[batch], length), 0) : 0;
-  const int tokens = length - sequence.start, rows = static_cast<int>(call.query_len);
+  const int tokens = length - sequence.start, rows = a.query_len;
   const int first = call.mask == NYB_DEVICE_MASK_TOP_LEFT ? -sequence.start : tokens - rows;
   const bool all = call.mask == NYB_DEVICE_MASK_NONE;
   const int first_end = all ? tokens : max(min(first + 1, tokens), 0);
   sequence.length = all ? tokens : max(min(first + rows, tokens), 0);
-  const int window = static_cast<int>(call.window_tokens);
-  const int keep = static_cast<int>(call.window_keep_tokens);
+  const int window = call.window_tokens, keep = call.window_keep_tokens;
   sequence.begin_token = 0;
   if (window != 0 && first >= window) sequence.begin_token = min(first - window + 1, first_end);
   if (sequence.begin_token <= min(keep, first_end)) sequence.begin_token = 0;
   sequence.keep_tokens = sequence.begin_token == 0 ? 0 : min(keep, sequence.length);
 #else
-  const nyb_decode_arguments &a = decode_of(arguments);
   const int64 length = a.lengths[batch];
   sequence.length = static_cast<int>(length < 0                   ? 0
                                      : length > a.capacity_tokens ? a.capacity_tokens
@@ -73,7 +80,7 @@ struct Leaves : nyb_seen_leaves {
   __device__ __forceinline__ Leaves(const Sequence &sequence, int leaf_tokens) {
     keep = begin = 0;
     end = (sequence.length + leaf_tokens - 1) / leaf_tokens;
-#if FEATURED
+#if FEATURES & NYB_DECODE_SIGHT
     keep = (sequence.keep_tokens + leaf_tokens - 1) / leaf_tokens;
     begin = sequence.begin_token < sequence.length ? sequence.begin_token / leaf_tokens : end;
     if (keep >= begin) keep = begin = 0;

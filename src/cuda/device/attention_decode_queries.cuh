@@ -6,56 +6,86 @@
 
 // ---- What a query row sees ----------------------------------------------------------------------
 
-// Of FEATURED: whether scores are more than products, and what a row of the tile must know for it.
-__device__ __forceinline__ bool changes_scores(const nyb_attention_arguments &call) {
-  return call.softcap != 0.0f || call.slopes != nullptr || call.mask_kind == NYB_DEVICE_ARRAY_ADD;
-}
-// Of calls whose scores are not rounded: a softcap comes with all scales in one factor, and is all
-// that is done.
-__device__ __forceinline__ bool only_caps(const nyb_attention_arguments &call) {
-  return call.slopes == nullptr && call.mask_kind != NYB_DEVICE_ARRAY_ADD;
-}
+// Whether scores are more than products: those come to natural units first, or to what capped()
+// takes. Where scores are not rounded, a softcap comes with all scales in one factor, and is mostly
+// all that is done.
+constexpr bool CHANGED = CAPPED || SLOPED || ADDED;
+constexpr bool ONLY_CAPPED = CAPPED && !SLOPED && !ADDED;
+constexpr bool ONE_MASK_ROW = (FEATURES & NYB_DECODE_ONE_MASK_ROW) != 0;
+// Of an element of the mask's array.
+constexpr int MASK_BYTES = !ADDED ? 1 : (FEATURES & NYB_DECODE_ADDED_F32) != 0 ? 4 : 2;
+
 constexpr int UNUSED_ROW = 0x7fffffff; // where such a one's sight ends
+// Whether a row of the tile has to be known with more than where its sight ends.
+constexpr int SIGHT_WORDS = NYB_DECODE_SIGHT_WORDS(FEATURES);
+constexpr bool WIDE_SIGHT = SIGHT_WORDS > 1;
 struct Sight {
   int end, begin, keep_end; // sees [begin, end), and before keep_end
   int position;
-  float slope, unit; // of the products' unit: natural ones, or what capped() takes
+  float slope;
   int64 mask_offset; // to its row of the mask's array
 
-  // row: of the tile's KV head, or -1: one that is not in use, and sees all.
+  // nyb_row_sight_of() and nyb_position_of(). row: of the tile's KV head, or -1: one that is not in
+  // use, and sees all.
   __device__ __forceinline__ void find(const Arguments &arguments, const Position &at, int row,
                                        int first_head) {
     const nyb_decode_arguments &a = decode_of(arguments);
-    const nyb_attention_arguments &call = call_of(arguments);
-    const nyb_sequence sequence = nyb_sequence_of(&call, at.batch);
-    const int used = max(row, 0), head = first_head + used / a.query_len;
-    const int query_row = used % a.query_len;
-    const nyb_row_sight of_row = nyb_row_sight_of(&call, &sequence, query_row);
-    slope = call.slopes != nullptr ? call.slopes[head] : 0.0f;
-    end = row < 0 ? UNUSED_ROW : of_row.end;
-    begin = row < 0 ? 0 : of_row.begin;
-    keep_end = row < 0 ? 0x7fffffff : of_row.keep_end;
-    position = static_cast<int>(nyb_position_of(&call, &sequence, query_row));
-    mask_offset =
-        call.mask_kind != 0 ? nyb_mask_offset(&call, &sequence, at.batch, head, query_row) : 0;
+    const nyb_decode_features &call = features_of(arguments);
+    const int used = max(row, 0), head = a.query_len == 1 ? used : used / a.query_len;
+    const int query_row = used - head * a.query_len;
+    bool all = a.causal == 0;
+    position = at.length - a.query_len + query_row;
+#if FEATURES & NYB_DECODE_SIGHT
+    all = call.mask == NYB_DEVICE_MASK_NONE;
+    if (call.mask == NYB_DEVICE_MASK_TOP_LEFT) position = query_row - at.start;
+#endif
+    end = all ? at.length : max(min(position + 1, at.length), 0);
+    begin = keep_end = 0;
+#if FEATURES & NYB_DECODE_SIGHT
+    const int window = call.window_tokens;
+    if (window != 0 && position >= window) begin = min(position - window + 1, end);
+    keep_end = min(call.window_keep_tokens, end);
+    if (begin <= keep_end) begin = keep_end = 0;
+#endif
+    if (row < 0) {
+      end = keep_end = UNUSED_ROW;
+      begin = 0;
+    }
+    if constexpr (SLOPED) slope = call.slopes[first_head + head];
+    if constexpr (BOOLS || ADDED) {
+      mask_offset = at.batch * call.mask_stride[0] + (first_head + head) * call.mask_stride[1] +
+                    query_row * call.mask_stride[2];
+#if FEATURES & NYB_DECODE_SIGHT
+      mask_offset += static_cast<int64>(at.start) * MASK_BYTES;
+#endif
+    }
   }
   // Of a column: four words of where it sees, and four of what becomes of its scores.
   static __device__ __forceinline__ uint32 words_of(uint32 shared, int column) {
-    return shared + VISIBLE_AT + column * 4 * NYB_DECODE_SIGHT_WORDS(1);
+    return shared + VISIBLE_AT + column * 4 * SIGHT_WORDS;
   }
   __device__ __forceinline__ void store(uint32 shared, int column) const {
+    if constexpr (!WIDE_SIGHT) {
+      store_float_shared(words_of(shared, column), __int_as_float(end));
+      return;
+    }
     const float words[8] = {__int_as_float(end),
                             __int_as_float(begin),
                             __int_as_float(keep_end),
                             __int_as_float(position),
-                            slope,
-                            unit,
+                            SLOPED ? slope : 0.0f,
+                            0.0f,
                             __uint_as_float(static_cast<uint32>(mask_offset)),
                             __uint_as_float(static_cast<uint32>(mask_offset >> 32))};
     store_floats_4(words_of(shared, column), words);
-    store_floats_4(words_of(shared, column) + 16, words + 4);
+    if constexpr (SLOPED || BOOLS || ADDED) store_floats_4(words_of(shared, column) + 16, words + 4);
   }
   __device__ __forceinline__ void load_span(uint32 shared, int column) {
+    if constexpr (!WIDE_SIGHT) {
+      end = static_cast<int>(load_word(words_of(shared, column)));
+      begin = keep_end = 0;
+      return;
+    }
     uint32 words[4];
     load_words<16>(words, words_of(shared, column));
     end = static_cast<int>(words[0]);
@@ -63,11 +93,8 @@ struct Sight {
     keep_end = static_cast<int>(words[2]);
     position = static_cast<int>(words[3]);
   }
-  __device__ __forceinline__ void load_scale(uint32 shared, int column) {
-    uint32 words[4];
-    load_words<16>(words, words_of(shared, column) + 16);
-    slope = __uint_as_float(words[0]);
-    unit = __uint_as_float(words[1]);
+  __device__ __forceinline__ void load_slope(uint32 shared, int column) {
+    slope = load_float_shared(words_of(shared, column) + 16);
   }
   static __device__ __forceinline__ int64 mask_offset_of(uint32 shared, int column) {
     uint32 words[2];
@@ -75,6 +102,7 @@ struct Sight {
     return static_cast<int64>(static_cast<uint64>(words[1]) << 32 | words[0]);
   }
   __device__ __forceinline__ bool shows(int token) const {
+    if constexpr (!SIGHT) return token < end;
     return token < end && (token < keep_end || token >= begin);
   }
 };
@@ -117,18 +145,19 @@ constexpr int HELD_PAIRS = WARP_PARTS == 1                            ? 0
                                                                       : 4;
 
 struct Queries {
-  const nyb_attention_arguments *call; // FEATURED
+  const nyb_decode_features *call; // FEATURES
   // Of columns 2 * (lane % 4) and the next.
   float sum[HOLD_SUMS ? LANE_SUMS : 1][2 * N_TILES]; // of a group of the lane's parts, in the
                                                       // products' unit
   float held_unit[HOLD_UNITS ? 2 * N_TILES : 1];      // products' unit times this: log2 units
-                                                  // (ROUND_SCORES: natural ones)
+                                                  // (ROUND_SCORES, CHANGED: natural ones)
   uint32 fragments[HELD_PAIRS > 0 ? HELD_PAIRS : 1][4];
-  int visible_to_all; // [0, this), of FEATURED only what is behind begin_of_all or before
+  int visible_to_all; // [0, this), of SIGHT only what is behind begin_of_all or before
                        // keep_of_all
   int begin_of_all, keep_of_all;
-  uint32 unused; // FEATURED: bit j, that no query row is in the lane's column j
-  uint32 mask_bits; // FEATURED: of addresses of the mask's rows, those that any has
+  uint32 unused; // HIDING: bit j, that no query row is in the lane's column j
+  const char *mask_row; // ONE_MASK_ROW
+  uint32 mask_bits; // of addresses of the mask's rows, those that any has
 
   // The N side of two steps: words for step `step` (even) and the next, for each tile of columns.
   static __device__ __forceinline__ uint32 fragment_address(uint32 queries, int step, int n) {
@@ -188,7 +217,7 @@ struct Queries {
         }
       }
     }
-#if FEATURED
+#if FEATURES
     Sight sights[N_TILES]; // looked for while the elements come
     unused = mask_bits = 0;
 #pragma unroll
@@ -196,12 +225,12 @@ struct Queries {
       const int row = first_row + (n * 8 + (lane >> 2)) % USED;
       sights[n].find(arguments, at, row < rows ? row : -1, head * a.heads_per_kv);
 #pragma unroll
-      for (int j = 0; j < 2; j++)
+      for (int j = 0; j < 2 && HIDING; j++)
         unused |= first_row + n * 8 + 2 * c % USED + j < rows ? 0u : 1u << (2 * n + j);
-      if (call_of(arguments).mask_kind != 0) {
-        const char *mask_row = call_of(arguments).mask_array + sights[n].mask_offset;
-        mask_bits |= __reduce_or_sync(
-            ~0u, static_cast<uint32>(reinterpret_cast<uint64>(mask_row) & 15));
+      if constexpr (BOOLS || ADDED) {
+        mask_row = call->mask_array + sights[n].mask_offset;
+        const uint32 own_bits = static_cast<uint32>(reinterpret_cast<uint64>(mask_row) & 15);
+        mask_bits |= ONE_MASK_ROW ? own_bits : __reduce_or_sync(~0u, own_bits);
       }
     }
 #endif
@@ -279,27 +308,29 @@ struct Queries {
                          power_of_two(max(exponent + 10 - 127, 0)),
                      power_of_two(-126));
       };
-      float own_unit = unit_of(ROUND_SCORES ? 1.0f : fabsf(a.scale) * 1.44269504088896341f);
+      constexpr bool TO_LOG2 = !ROUND_SCORES && !CHANGED;
+      float own_unit = unit_of(ROUND_SCORES ? 1.0f
+                               : TO_LOG2    ? fabsf(a.scale) * 1.44269504088896341f
+                                            : fabsf(a.scale));
       int own_visible = at.length;
       if (a.causal != 0) own_visible = max(at.length - a.query_len + row % a.query_len + 1, 0);
       if (row >= rows) own_visible = 0x7fffffff;
-#if FEATURED
-      const nyb_attention_arguments &all = call_of(arguments);
-      Sight &sight = sights[n];
-      sight.unit = ROUND_SCORES ? own_unit : unit_of(fabsf(a.scale));
-      if (!ROUND_SCORES && all.softcap != 0.0f)
-        sight.unit = fminf(sight.unit * (2 * LOG2_E * all.softcap_reciprocal), LARGEST_FLOAT);
+#if FEATURES
+      const Sight &sight = sights[n];
+      if constexpr (CAPPED && !ROUND_SCORES)
+        own_unit = fminf(own_unit * (2 * LOG2_E * call->softcap_reciprocal), LARGEST_FLOAT);
       own_visible = sight.end;
       if (c == 0 && warp == 0) sight.store(shared, n * 8 + (lane >> 2));
-      if (changes_scores(all) && !ROUND_SCORES) own_unit = 1;
-      int last_begin = sight.begin, least_keep = sight.keep_end;
+      if constexpr (SIGHT) {
+        int last_begin = sight.begin, least_keep = sight.keep_end;
 #pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2) {
-        last_begin = max(last_begin, __shfl_xor_sync(~0u, last_begin, distance));
-        least_keep = min(least_keep, __shfl_xor_sync(~0u, least_keep, distance));
+        for (int distance = 4; distance < 32; distance *= 2) {
+          last_begin = max(last_begin, __shfl_xor_sync(~0u, last_begin, distance));
+          least_keep = min(least_keep, __shfl_xor_sync(~0u, least_keep, distance));
+        }
+        begin_of_all = n == 0 ? last_begin : max(begin_of_all, last_begin);
+        keep_of_all = n == 0 ? least_keep : min(keep_of_all, least_keep);
       }
-      begin_of_all = n == 0 ? last_begin : max(begin_of_all, last_begin);
-      keep_of_all = n == 0 ? least_keep : min(keep_of_all, least_keep);
 #else
       if (c == 0 && warp == 0) {
         asm volatile(

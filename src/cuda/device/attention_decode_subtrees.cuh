@@ -335,4 +335,4 @@ static_assert(Combiner::SHARED_BYTES == NYB_DECODE_SHARED_BYTES(KEY_DIM, VALUE_D
                                                                 VALUE_BITS, KEY_GROUP, VALUE_GROUP,
                                                                 bytes_of(KEY_SCALE_TYPE),
                                                                 bytes_of(VALUE_SCALE_TYPE), TILE,
-                                                                STAGES, COLUMNS, ROWS, FEATURED));
+                                                                STAGES, COLUMNS, ROWS, FEATURES));

@@ -7,7 +7,7 @@
 // elements, then warps. More leaves come in rounds. Which leaves begin a subtree follows from the
 // lengths, so that lanes ask for all that they need at once, as soon as attention_decode is done.
 //
-// Parameters (-D): VALUE_DIM, COLUMNS, FEATURED (as in attention_decode).
+// Parameters (-D): VALUE_DIM, COLUMNS, FEATURES (of attention_decode, those that matter here).
 #define PLACED 0 // where tokens stand plays no part
 #include "attention_decode_leaves.cuh"
 
@@ -18,6 +18,7 @@
 constexpr int GROUP = NYB_MERGE_GROUP, ELEMENTS = NYB_MERGE_ELEMENTS, GROUP_SHIFT = 3;
 constexpr int WARP_GROUPS = NYB_MERGE_WARP_GROUPS, MAX_WARPS = NYB_MERGE_MAX_WARPS;
 constexpr int PARTS = VALUE_DIM / ELEMENTS, STATISTICS = NYB_DECODE_STATISTICS(COLUMNS);
+constexpr bool SUNK = (FEATURES & NYB_DECODE_SINKS) != 0;
 constexpr int MAX_ROUND_LEVELS = 24;
 static_assert(VALUE_DIM % ELEMENTS == 0 && ELEMENTS == 4 && GROUP == 1 << GROUP_SHIFT);
 
@@ -161,9 +162,8 @@ static_assert(NYB_LEAF_WINDOW % GROUP == 0);
 
 // Of the row's head; -inf where there is none.
 __device__ __forceinline__ float sink_of(const Arguments &arguments, const Row &row) {
-#if FEATURED
-  const float *sinks = call_of(arguments).sinks;
-  if (sinks != nullptr && row.exists) return sinks[row.query_head];
+#if FEATURES & NYB_DECODE_SINKS
+  if (row.exists) return features_of(arguments).sinks[row.query_head];
 #endif
   return -infinity();
 }
@@ -177,29 +177,29 @@ __device__ __forceinline__ void store(const Arguments &arguments, const Row &row
   char *out =
       a.out + row.batch * a.out_stride[0] + query_head * a.out_stride[1] + query * a.out_stride[2];
   // A row that sees tokens, but scores of -inf only, is 0/0.
-#if FEATURED
-  const nyb_attention_arguments &call = call_of(arguments);
-  bool seen = !(total.sum == 0.0f), sink_alone = false;
-  // What said that tokens were seen; a NaN stays one.
-  if (highest == -infinity() && total.sum == total.sum) total.sum = 0.0f;
-  const bool added = call.mask_kind == NYB_DEVICE_ARRAY_ADD; // scores may be anything
-  float own = added ? log2_units_of(sink) : sink * LOG2_E;    // a token more, without a value
-  if (fabsf(sink) < infinity()) own = fminf(fmaxf(own, -LARGEST_FLOAT), LARGEST_FLOAT);
-  const float both = highest > own ? highest : own; // or NaN, where the sink is
-  if (call.sinks != nullptr && both != -infinity()) {
-    const float keep = exp2f(highest - both);
-#pragma unroll
-    for (int j = 0; j < ELEMENTS; j++) total.out[j] *= keep;
-    total.sum = total.sum * keep + exp2f(own - both);
-    highest = both;
-    seen = seen || total.sum != 0.0f;
-    sink_alone = keep == 0.0f && total.sum == 1.0f;
+  bool seen, sink_alone = false;
+  if constexpr (HIDING) {
+    seen = !(total.sum == 0.0f);
+    // What said that tokens were seen; a NaN stays one.
+    if (highest == -infinity() && total.sum == total.sum) total.sum = 0.0f;
+  } else {
+    const int length = row.sequence.length;
+    seen = (a.causal != 0 ? length - a.query_len + query + 1 : length) > 0;
   }
-#else
-  const int length = row.sequence.length;
-  const bool seen = (a.causal != 0 ? length - a.query_len + query + 1 : length) > 0;
-  const bool sink_alone = false, added = false;
-#endif
+  if constexpr (SUNK) {
+    float own = ADDED ? log2_units_of(sink) : sink * LOG2_E; // a token more, without a value
+    if (fabsf(sink) < infinity()) own = fminf(fmaxf(own, -LARGEST_FLOAT), LARGEST_FLOAT);
+    const float both = highest > own ? highest : own; // or NaN, where the sink is
+    if (both != -infinity()) {
+      const float keep = exp2f(highest - both);
+#pragma unroll
+      for (int j = 0; j < ELEMENTS; j++) total.out[j] *= keep;
+      total.sum = total.sum * keep + exp2f(own - both);
+      highest = both;
+      seen = seen || total.sum != 0.0f;
+      sink_alone = keep == 0.0f && total.sum == 1.0f;
+    }
+  }
   uint32 words[ELEMENTS / 2];
 #pragma unroll
   for (int j = 0; j < ELEMENTS; j += 2) {
@@ -221,7 +221,7 @@ __device__ __forceinline__ void store(const Arguments &arguments, const Row &row
     const float score = highest + log2f(total.sum);
     *lse = sink_alone ? sink
            : !seen    ? -infinity()
-           : added    ? natural_units_of(score)
+           : ADDED    ? natural_units_of(score)
                       : score * LN_2;
   }
 }
