@@ -113,12 +113,13 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
   const int warp = threadIdx.x >> 5;
   const uint32 shared = static_cast<uint32>(__cvta_generic_to_shared(shared_memory));
   const Problem problem = {&arguments, &a};
-  const uint32 units = problem.units();
+  Position at;
+  const uint32 units = problem.units(at);
   const nyb_leaf_runs runs = nyb_leaf_runs_of(units, gridDim.x);
   const uint32 begin = nyb_run_begin(&runs, blockIdx.x);
   const uint32 end = nyb_run_begin(&runs, blockIdx.x + 1);
   if (begin == end) return;
-  Position at = problem.find(begin);
+  problem.find(at, begin);
   if (warp == WARPS) {
     copy_all(a, problem, at, end - begin, shared);
     return;

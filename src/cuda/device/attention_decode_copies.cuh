@@ -28,9 +28,17 @@ struct Problem {
   __device__ __forceinline__ int leaves_of(int batch) const {
     return Leaves(sequence_of(*all, batch), LEAF).count();
   }
-  // All leaves of all pairs: the host takes another kernel where they are 2^31 or more.
-  __device__ __forceinline__ uint32 units() const {
-    if (arguments->batch == 1) return leaves_of(0) * pairs();
+  __device__ __forceinline__ void enter_sequence(Position &at, int batch) const {
+    at.batch = batch;
+    static_cast<Sequence &>(at) = sequence_of(*all, batch);
+  }
+  // All leaves of all pairs: the host takes another kernel where they are 2^31 or more. The only
+  // sequence is entered, where there is but one.
+  __device__ __forceinline__ uint32 units(Position &at) const {
+    if (arguments->batch == 1) {
+      enter_sequence(at, 0);
+      return at.leaves().count() * pairs();
+    }
     uint32 leaves = 0;
     for (int batch = threadIdx.x & 31; batch < arguments->batch; batch += 32)
       leaves += leaves_of(batch);
@@ -38,15 +46,9 @@ struct Problem {
       leaves += __shfl_xor_sync(~0u, leaves, distance);
     return leaves * pairs();
   }
-  __device__ __forceinline__ void enter_sequence(Position &at, int batch) const {
-    at.batch = batch;
-    static_cast<Sequence &>(at) = sequence_of(*all, batch);
-  }
-  // A lane looks at a sequence.
-  __device__ __forceinline__ Position find(uint32 unit) const {
+  // From where units() has left `at`. A lane looks at a sequence.
+  __device__ __forceinline__ void find(Position &at, uint32 unit) const {
     const int lane = threadIdx.x & 31;
-    Position at;
-    if (arguments->batch == 1) enter_sequence(at, 0);
     for (int first = 0; arguments->batch > 1; first += 32) {
       const uint32 own = first + lane < arguments->batch
                              ? static_cast<uint32>(leaves_of(first + lane)) * pairs()
@@ -69,7 +71,6 @@ struct Problem {
     const uint32 leaves = at.leaves().count();
     at.pair = static_cast<int>(unit / leaves);
     at.leaf = at.leaves().leaf_at(static_cast<int>(unit % leaves));
-    return at;
   }
   // To the next one, which exists.
   __device__ __forceinline__ void advance(Position &at) const {
