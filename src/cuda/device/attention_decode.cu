@@ -41,8 +41,8 @@ __device__ __forceinline__ void begin_leaf(Leaf &leaf, Step &step, const Queries
 template <bool MASKED>
 __device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, const Queries &q,
                                       uint32 shared, const Addresses &where, bool first = false) {
-  if (!first) before.add_to<MASKED>(leaf, shared, where);
   if constexpr (BOOLS || ADDED) step.mask.load(q, shared, step.first, step.by_place);
+  if (!first) before.add_to<MASKED>(leaf, shared, where);
   step.score<MASKED>(leaf, q, shared, where);
   const bool raises = first || step.raises(leaf, q, shared, where);
   if (!first) step.weigh<MASKED>(leaf, q, shared, where);

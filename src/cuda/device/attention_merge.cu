@@ -168,14 +168,27 @@ __device__ __forceinline__ float sink_of(const Arguments &arguments, const Row &
   return -infinity();
 }
 
+// Where the row goes.
+struct Target {
+  char *out, *lse; // lse: or null
+};
+__device__ __forceinline__ Target target_of(const nyb_decode_arguments &a, const Row &row) {
+  const int64 head = row.query_head, query = row.query;
+  Target to = {a.out + row.batch * a.out_stride[0] + head * a.out_stride[1] +
+                   query * a.out_stride[2],
+               nullptr};
+  if (row.part == 0 && a.lse != nullptr) {
+    to.lse = a.lse + row.batch * a.lse_stride[0] + head * a.lse_stride[1] +
+             query * a.lse_stride[2];
+  }
+  return to;
+}
+
 // The finished elements, and once lse.
-__device__ __forceinline__ void store(const Arguments &arguments, const Row &row, float sink,
-                                      Part total) {
+__device__ __forceinline__ void store(const Arguments &arguments, const Row &row,
+                                      const Target &target, float sink, Part total) {
   const nyb_decode_arguments &a = decode_of(arguments);
-  const int64 query_head = row.query_head, query = row.query;
   float highest = total.maximum;
-  char *out =
-      a.out + row.batch * a.out_stride[0] + query_head * a.out_stride[1] + query * a.out_stride[2];
   // A row that sees tokens, but scores of -inf only, is 0/0.
   bool seen, sink_alone = false;
   if constexpr (HIDING) {
@@ -184,7 +197,7 @@ __device__ __forceinline__ void store(const Arguments &arguments, const Row &row
     if (highest == -infinity() && total.sum == total.sum) total.sum = 0.0f;
   } else {
     const int length = row.sequence.length;
-    seen = (a.causal != 0 ? length - a.query_len + query + 1 : length) > 0;
+    seen = (a.causal != 0 ? length - a.query_len + row.query + 1 : length) > 0;
   }
   if constexpr (SUNK) {
     float own = ADDED ? log2_units_of(sink) : sink * LOG2_E; // a token more, without a value
@@ -208,21 +221,19 @@ __device__ __forceinline__ void store(const Arguments &arguments, const Row &row
     words[j / 2] = a.out_type == F16 ? f16_from_f32(low) | f16_from_f32(high) << 16
                                      : bf16_from_f32(low) | bf16_from_f32(high) << 16;
   }
-  uint16 *to = reinterpret_cast<uint16 *>(out) + row.part * ELEMENTS;
+  uint16 *to = reinterpret_cast<uint16 *>(target.out) + row.part * ELEMENTS;
   if (reinterpret_cast<uint64>(to) % 8 == 0) {
     *reinterpret_cast<uint2 *>(to) = make_uint2(words[0], words[1]);
   } else {
 #pragma unroll
     for (int j = 0; j < ELEMENTS; j++) to[j] = static_cast<uint16>(words[j / 2] >> j % 2 * 16);
   }
-  if (row.part == 0 && a.lse != nullptr) {
-    float *lse = reinterpret_cast<float *>(a.lse + row.batch * a.lse_stride[0] +
-                                           query_head * a.lse_stride[1] + query * a.lse_stride[2]);
+  if (target.lse != nullptr) {
     const float score = highest + log2f(total.sum);
-    *lse = sink_alone ? sink
-           : !seen    ? -infinity()
-           : ADDED    ? natural_units_of(score)
-                      : score * LN_2;
+    *reinterpret_cast<float *>(target.lse) = sink_alone ? sink
+                                             : !seen    ? -infinity()
+                                             : ADDED    ? natural_units_of(score)
+                                                        : score * LN_2;
   }
 }
 
@@ -270,6 +281,8 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 2)
   };
   uint32 begins = begins_of(a, runs, row, first_of(0));
   const float sink = sink_of(arguments, row);
+  Target target = target_of(a, row); // now, while there is time
+  asm volatile("" : "+l"(target.out), "+l"(target.lse));
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -314,5 +327,5 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 2)
       if ((rounds >> level & 1) != 0) total = join(waiting[level], total);
     }
   }
-  store(arguments, row, sink, total);
+  store(arguments, row, target, sink, total);
 }
