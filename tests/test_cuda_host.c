@@ -475,6 +475,48 @@ static void masks_pages_and_caps_launch(void) {
   nyb_context_destroy(context);
 }
 
+/* Runs what has been made of the call: so many programs are compiled, the last with FEATURES. */
+static void expect_compiled(int64_t programs, const char *features) {
+  const int64_t before = fake.nvrtc->compilations;
+  expect_decode(true);
+  MUST(fake.nvrtc->compilations == before + programs);
+  MUST(programs == 0 || strstr(fake.nvrtc->last_options, features) != NULL);
+}
+
+/* Of decode and merge, each is compiled for those features alone that matter to it: sinks leave
+ * decode what it is, and softcaps and slopes the merge. */
+static void features_compile(void) {
+  open_all();
+  make_calls();
+  const nyb_attention plain = calls.attention;
+  nyb_attention *a = &calls.attention;
+  expect_decode(true);
+  a->sinks = calls.floats;
+  expect_compiled(1, "FEATURES=128 ");
+  a->softcap = 30;
+  expect_compiled(1, "FEATURES=2 ");
+  *a = plain;
+  a->softcap = 20;
+  expect_compiled(0, "");
+  a->alibi_slopes = calls.floats;
+  expect_compiled(1, "FEATURES=6 ");
+  *a = plain;
+  a->window_tokens = 100;
+  expect_compiled(2, "FEATURES=1 ");
+  a->mask = NYB_MASK_CAUSAL_TOP_LEFT;
+  expect_compiled(0, "");
+  *a = plain;
+  a->mask_array = mask_of(NYB_MASK_ARRAY_BOOL, (nyb_dtype)0);
+  expect_compiled(2, "FEATURES=8 "); /* the merge; decode with one row for all heads */
+  a->mask_array.stride[1] = TOKENS;
+  expect_compiled(1, "FEATURES=8 ");
+  a->mask_array = mask_of(NYB_MASK_ARRAY_ADD, NYB_F32);
+  expect_compiled(2, "FEATURES=16 ");
+  a->mask_array = mask_of(NYB_MASK_ARRAY_ADD, a->q.dtype);
+  expect_compiled(1, "FEATURES=80 ");
+  nyb_context_destroy(context);
+}
+
 /* ---- What they refuse ----------------------------------------------------------------------- */
 
 /* The pointers of what a call has beside a rectangle. */
@@ -586,6 +628,7 @@ static void test_launches(void **state) {
   assert_true(in_child(operations_launch));
   assert_true(in_child(features_launch));
   assert_true(in_child(masks_pages_and_caps_launch));
+  assert_true(in_child(features_compile));
   assert_true(in_child(merges_launch));
   assert_true(in_child(runs_are_light));
   assert_true(in_child(nothing_to_do));
