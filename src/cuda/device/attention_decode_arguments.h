@@ -11,7 +11,7 @@
 #define NYB_DECODE_SIGHT 1  /* windows, starts, masks from the top left */
 #define NYB_DECODE_CAPPED 2 /* a softcap */
 #define NYB_DECODE_SLOPED 4
-#define NYB_DECODE_BOOLS 8  /* a mask's array of bools; or one that is added, */
+#define NYB_DECODE_BOOLS 8 /* a mask's array of bools; or one that is added, */
 #define NYB_DECODE_ADDED 16
 #define NYB_DECODE_ADDED_F32 32    /* in f32, not in the query's type */
 #define NYB_DECODE_ONE_MASK_ROW 64 /* which all rows of a tile share */
@@ -76,11 +76,11 @@
 #define NYB_DECODE_QUERY_SUMS_BYTES(key_dim, key_group, columns) \
   (((key_dim) / (key_group) > 4 ? (key_dim) / (key_group) : 4) * (columns)*4)
 /* Of a row: how many tokens it sees; or where it stands and what becomes of its scores. */
-#define NYB_DECODE_SIGHT_WORDS(features)                                                \
-  (((features) & (NYB_DECODE_SIGHT | NYB_DECODE_SLOPED)) != 0 ||                        \
-           (((features) & (NYB_DECODE_BOOLS | NYB_DECODE_ADDED)) != 0 &&                \
-            ((features)&NYB_DECODE_ONE_MASK_ROW) == 0)                                  \
-       ? 8                                                                              \
+#define NYB_DECODE_SIGHT_WORDS(features)                                 \
+  (((features) & (NYB_DECODE_SIGHT | NYB_DECODE_SLOPED)) != 0 ||         \
+           (((features) & (NYB_DECODE_BOOLS | NYB_DECODE_ADDED)) != 0 && \
+            ((features)&NYB_DECODE_ONE_MASK_ROW) == 0)                   \
+       ? 8                                                               \
        : 1)
 /* Two steps' weights, and before them what is known of the query rows. Where two warps share a
  * tile, weights in f32 too. */
