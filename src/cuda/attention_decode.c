@@ -57,13 +57,14 @@ static int32_t tile_tokens(const nyb_attention *a) {
                          a->value_dim * a->v.format.bits / 8);
 }
 
-static int64_t shared_bytes(const nyb_attention *a, int32_t columns, int32_t row_room,
-                            int32_t stages) {
+/* features: own_features(), or others than the call's. */
+static int64_t shared_bytes(const nyb_attention *a, int32_t features, int32_t columns,
+                            int32_t row_room, int32_t stages) {
   return NYB_DECODE_SHARED_BYTES(a->key_dim, a->value_dim, a->k.format.bits, a->v.format.bits,
                                  a->k.format.group_size, a->v.format.group_size,
                                  (int64_t)nyb_dtype_bytes(a->k.format.dtype),
                                  (int64_t)nyb_dtype_bytes(a->v.format.dtype), tile_tokens(a),
-                                 stages, columns, row_room, own_features(a));
+                                 stages, columns, row_room, features);
 }
 
 static int64_t leaves_of_capacity(const nyb_attention *a) {
@@ -92,7 +93,7 @@ static bool takes_sixteen(const nyb_attention *a, int64_t rows,
     const double blocks =
         (double)a->batch * (double)a->kv_heads * (double)eights * (double)leaves_of_capacity(a);
     return blocks > properties->multiprocessors &&
-           shared_bytes(a, 16, 16, 2) <= properties->shared_bytes_per_block;
+           shared_bytes(a, own_features(a), 16, 16, 2) <= properties->shared_bytes_per_block;
   }
   return holds_sixteen(a);
 }
@@ -163,7 +164,8 @@ static int32_t stages(const nyb_attention *a, const cut *c, const nyb_cuda_prope
   const int64_t reserved = 1024; /* by the driver, of each block */
   const int64_t budget = properties->shared_bytes_per_multiprocessor / blocks - reserved;
   int32_t most = NYB_DECODE_MAX_STAGES;
-  while (most > 2 && shared_bytes(a, c->columns, c->row_room, most) > budget) most--;
+  while (most > 2 && shared_bytes(a, own_features(a), c->columns, c->row_room, most) > budget)
+    most--;
   return most;
 }
 
@@ -174,12 +176,14 @@ static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *
       !is_16_bit(a->q.dtype) || !is_16_bit(a->out.dtype) || call->heads_per_kv > MAX_ROWS) {
     return false;
   }
+  /* Strides may not matter here: a mask's may make it one row for all, which takes less. */
+  const int32_t features = own_features(a) & ~NYB_DECODE_ONE_MASK_ROW;
   /* Fewer rows may take more: more subtrees wait in shared memory. Sixteen at once are taken only
    * where they fit, or always. */
   for (int32_t rows = 1; rows <= 16; rows *= 2) {
     const bool sixteen = rows > 8;
     if (sixteen && (has_two_warps_a_tile(a) || !holds_sixteen(a))) break;
-    if (shared_bytes(a, sixteen ? 16 : 8, rows, 2) > properties->shared_bytes_per_block)
+    if (shared_bytes(a, features, sixteen ? 16 : 8, rows, 2) > properties->shared_bytes_per_block)
       return false;
   }
   return true;
@@ -263,7 +267,8 @@ static int programs(const nyb_attention_call *call, const nyb_cuda_properties *p
   programs[0].spec.program = &nyb_cuda_program_attention_decode;
   programs[0].threads = (NYB_DECODE_WARPS(a->key_dim, a->value_dim, own_features(a)) + 1) * 32;
   const int32_t own_stages = stages(a, &c, properties);
-  programs[0].dynamic_shared_bytes = (int32_t)shared_bytes(a, c.columns, c.row_room, own_stages);
+  programs[0].dynamic_shared_bytes =
+      (int32_t)shared_bytes(a, own_features(a), c.columns, c.row_room, own_stages);
   int32_t *values = programs[0].spec.values;
 #define NYB_SET(macro, value) values[NYB_CUDA_PARAMETER(attention_decode, macro)] = (int32_t)(value)
   NYB_SET(KEY_DIM, a->key_dim);

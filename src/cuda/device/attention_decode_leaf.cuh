@@ -128,8 +128,8 @@ struct MaskWords {
     constexpr uint32 NOTHING = BOOLS ? 0x01010101u : 0;
     const int64 begin = static_cast<int64>(first) * MASK_BYTES;
     const auto row_of = [&](int j) {
-      return (ONE_MASK_ROW ? q.mask_row : q.call->mask_array + Sight::mask_offset_of(shared, column_of(j))) +
-             begin;
+      if constexpr (ONE_MASK_ROW) return q.mask_row + begin;
+      return q.call->mask_array + Sight::mask_offset_of(shared, column_of(j)) + begin;
     };
     if (!by_place && (q.mask_bits & (ALL - 1)) == 0) {
 #pragma unroll

@@ -52,6 +52,7 @@ struct Sight {
       begin = 0;
     }
     if constexpr (SLOPED) slope = call.slopes[first_head + head];
+    mask_offset = 0;
     if constexpr (BOOLS || ADDED) {
       mask_offset = at.batch * call.mask_stride[0] + (first_head + head) * call.mask_stride[1] +
                     query_row * call.mask_stride[2];
