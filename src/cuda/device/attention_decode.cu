@@ -42,7 +42,6 @@ __device__ __forceinline__ void begin_leaf(Leaf &leaf, Step &step, const Queries
 template <bool MASKED>
 __device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, const Queries &q,
                                       uint32 shared, const Addresses &where, bool first = false) {
-  if constexpr (BOOLS || ADDED) step.mask.load(q, shared, step.first, step.by_place);
   if (!first) before.add_to<MASKED>(leaf, shared, where);
   step.score<MASKED>(leaf, q, shared, where);
   const bool raises = first || step.raises(leaf, q, shared, where);
@@ -148,7 +147,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
       q.load(arguments, at, shared);
       if constexpr (HELD_PAIRS > 0) q.hold_fragments(where.fragments);
     }
-    if (entry == FIRST_PAIR) first_keys_arrived();
+    if (!(BOOLS || ADDED) && entry == FIRST_PAIR) first_keys_arrived();
     leaf.clear(where);
     const int first_step = first_step_of(at), steps = end_step_of(at);
     const int leaf_token = at.leaf * LEAF;
@@ -201,6 +200,10 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
       for (int index = first_step; index < steps; index++) {
         Step before = step;
         enter(index);
+        if constexpr (BOOLS || ADDED) {
+          step.mask.load(q, shared, step.first, step.by_place); // on its way before it is needed
+          if (index == first_step && entry == FIRST_PAIR) first_keys_arrived();
+        }
         go_on<true>(leaf, before, step, q, shared, where, index == first_step);
       }
     } else {
