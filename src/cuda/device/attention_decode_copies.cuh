@@ -40,6 +40,7 @@ struct Problem {
       return at.leaves().count() * pairs();
     }
     uint32 leaves = 0;
+#pragma unroll 1
     for (int batch = threadIdx.x & 31; batch < arguments->batch; batch += 32)
       leaves += leaves_of(batch);
     for (int distance = 16; distance > 0; distance /= 2)
@@ -49,6 +50,7 @@ struct Problem {
   // From where units() has left `at`. A lane looks at a sequence.
   __device__ __forceinline__ void find(Position &at, uint32 unit) const {
     const int lane = threadIdx.x & 31;
+#pragma unroll 1
     for (int first = 0; arguments->batch > 1; first += 32) {
       const uint32 own = first + lane < arguments->batch
                              ? static_cast<uint32>(leaves_of(first + lane)) * pairs()
