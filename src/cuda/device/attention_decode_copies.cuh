@@ -503,8 +503,6 @@ __device__ __forceinline__ void copy_all(const nyb_decode_arguments &a, const Pr
       value_scales;
   Copies<Values, VALUE_SCALE_TYPE, VALUE_GROUPS, VALUES_AT, NONE, NONE, OWN_BYTES> values;
   keys.start(problem, a.k, at, units);
-  value_scales.start(problem, a.v, at, units);
-  values.start(problem, a.v, at, units);
   int steps = end_step_of(at) - first_step_of(at), value_stage = STAGES - 1, key_stage = 0,
       scale_stage = 0;
   for (int turn = -STAGES;; turn += turn < 0) {
@@ -523,6 +521,10 @@ __device__ __forceinline__ void copy_all(const nyb_decode_arguments &a, const Pr
       end_copy_group();
     }
     keys.queue(shared + key_stage * STAGE_BYTES);
+    if (turn == -STAGES) { // once the first keys are on their way
+      value_scales.start(problem, a.v, at, units);
+      values.start(problem, a.v, at, units);
+    }
     value_scales.queue(shared + VALUE_SCALES_AT + scale_stage * SCALE_STAGE_BYTES);
     end_copy_group();
     value_stage = key_stage;
