@@ -184,7 +184,10 @@ struct Queries {
     const uint32 queries = shared + QUERIES_AT;
     const uint32 maxima = shared + QUERY_SCRATCH_AT, poisons = maxima + WARPS * COLUMNS * 4;
     const uint32 step_sums = poisons + WARPS * COLUMNS * 4;
-    const int head = at.pair / a.row_tiles, first_row = at.pair % a.row_tiles * COLUMNS;
+    // Divisions only where there is something to divide: they take long when nothing else is to do.
+    const int head = a.row_tiles == 1 ? at.pair : at.pair / a.row_tiles;
+    const int first_row = (at.pair - head * a.row_tiles) * COLUMNS;
+    const auto head_of_row = [&](int row) { return a.query_len == 1 ? row : row / a.query_len; };
     const int rows = a.heads_per_kv * a.query_len;
     const float scale = ROUND_SCORES ? round_to<QUERY_TYPE>(a.scale) : a.scale;
     // Steps 2 * (warp + i * WARPS) and the next; slots 0 and 2, then 1 and 3.
@@ -193,9 +196,9 @@ struct Queries {
 #pragma unroll
     for (int n = 0; n < N_TILES; n++) {
       const int row = first_row + (n * 8 + (lane >> 2)) % USED;
-      const int query_head = head * a.heads_per_kv + row / a.query_len;
+      const int row_head = head_of_row(row), query_head = head * a.heads_per_kv + row_head;
       const char *q = a.q + at.batch * a.q_stride[0] + query_head * a.q_stride[1] +
-                      row % a.query_len * a.q_stride[2];
+                      (row - row_head * a.query_len) * a.q_stride[2];
 #pragma unroll
       for (int i = 0; i < SHARE; i++) {
 #pragma unroll
@@ -314,7 +317,10 @@ struct Queries {
                                : TO_LOG2    ? fabsf(a.scale) * 1.44269504088896341f
                                             : fabsf(a.scale));
       int own_visible = at.length;
-      if (a.causal != 0) own_visible = max(at.length - a.query_len + row % a.query_len + 1, 0);
+      if (a.causal != 0) {
+        const int query_row = row - head_of_row(row) * a.query_len;
+        own_visible = max(at.length - a.query_len + query_row + 1, 0);
+      }
       if (row >= rows) own_visible = 0x7fffffff;
 #if FEATURES
       const Sight &sight = sights[n];
