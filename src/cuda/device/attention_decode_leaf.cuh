@@ -192,6 +192,9 @@ constexpr float HEADROOM = 2; // log2 units
 constexpr int VALUE_HEADROOM = 1;
 constexpr int NO_VALUES = -120; // below every exponent
 constexpr float SEEN = 1.17549435e-38f; // 2^-126: lost in every sum that has a weight of note
+// FEATURES: whether something else is done where no token is hidden. Of few columns the tests cost
+// less than a jump.
+constexpr bool BRANCHES = N_TILES > 1;
 struct Leaf {
   float out[SUMS][N_TILES][4];           // times 2^(value_exponent + 10 - position)
   float bias[BIAS_GROUPS][SETS][2 * N_TILES]; // this lane's part of the sum of weight * bias
@@ -665,7 +668,7 @@ struct Leaf {
         scale_weights(words, weights, scales, g, grow, SeenWhole());
       } else if constexpr (!FEATURES) {
         scale_weights(words, weights, scales, g, grow, SeenUntil(visible, first));
-      } else if (!hides) {
+      } else if (BRANCHES && !hides) {
         scale_weights(words, weights, scales, g, grow, SeenWhole());
       } else {
         scale_weights(words, weights, scales, g, grow, SeenBut(hidden));
@@ -695,7 +698,7 @@ struct Leaf {
       add_weights_of(weights, biases, SeenWhole());
     } else if constexpr (!FEATURES) {
       add_weights_of(weights, biases, SeenUntil(visible, first));
-    } else if (!hides) {
+    } else if (BRANCHES && !hides) {
       add_weights_of(weights, biases, SeenWhole());
     } else {
       add_weights_of(weights, biases, SeenBut(hidden));
@@ -711,8 +714,9 @@ struct Leaf {
       for (int i = 0; i < KEPT; i++) {
         const float weight = weights[i][j / 2][j % 2];
         const bool seen = seen_by.shows(i, j);
-        // That a token has been seen shows where its score is -inf, too.
-        const bool marked = HIDING && seen && (!SEEN_BY::ALL || i % SET_TOKENS == 0);
+        // That a token has been seen shows where its score is -inf, too: once for a set.
+        bool marked = HIDING && i % SET_TOKENS == 0;
+        if constexpr (HIDING && !SEEN_BY::ALL) marked = marked && seen_by.shows_some_from(i, j);
         sum[i / SET_TOKENS][j] += marked ? weight + SEEN : weight;
 #pragma unroll
         for (int g = 0; g < VALUE_GROUPS; g++) {

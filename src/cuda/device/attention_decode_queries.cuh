@@ -129,6 +129,13 @@ struct SeenBut {
   __device__ __forceinline__ bool shows(int i, int j) const {
     return (hidden >> (2 * N_TILES * i + j) & 1) == 0;
   }
+  // Of the SET_TOKENS tokens from i on.
+  __device__ __forceinline__ bool shows_some_from(int i, int j) const {
+    Hidden set = 0;
+#pragma unroll
+    for (int k = 0; k < SET_TOKENS; k++) set |= 1u << (2 * N_TILES * (i + k) + j);
+    return (hidden & set) != set;
+  }
 };
 
 // ---- The query rows of a pair -------------------------------------------------------------------
