@@ -45,7 +45,9 @@ __device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, cons
   if (!first) before.add_to<MASKED>(leaf, shared, where);
   step.score<MASKED>(leaf, q, shared, where);
   const bool raises = first || step.raises(leaf, q, shared, where);
-  if (!first) step.weigh<MASKED>(leaf, q, shared, where);
+  // With slopes, scores mostly rise from step to step.
+  const bool in_vain = first || (SLOPED && __any_sync(~0u, raises));
+  if (!in_vain) step.weigh<MASKED>(leaf, q, shared, where);
   if (weighed(raises)) {
     int only_buffer = 0;
     leaf.raise(step.scores, q, step.scales_at, step.unseen, shared, where, only_buffer);
