@@ -21,9 +21,9 @@
 // (query rows at once, 8 or 16), ROWS (of them, those that may be in use), ROUND_SCORES
 // (NYB_ROUNDING_MLX), PACKED (1: tokens of a head are contiguous and start at multiples of 16
 // bytes; 0: any strides), STAGES (steps of tokens that are in shared memory or on their way),
-// FEATURES (bits, NYB_DECODE_SIGHT, ...: what hides tokens beside a causal mask, and what is done to
-// scores), PLACED (NYB_DECODE_IN_ORDER: tokens follow each other; _SHIFTED: from anywhere on, or in
-// a ring; _PAGES: in pages, by runs of 16).
+// FEATURES (bits, NYB_DECODE_SIGHT, ...: what hides tokens beside a causal mask, and what is done
+// to scores), PLACED (NYB_DECODE_IN_ORDER: tokens follow each other; _SHIFTED: from anywhere on, or
+// in a ring; _PAGES: in pages, by runs of 16).
 #include "attention_decode_subtrees.cuh"
 
 // The leaf's first step.

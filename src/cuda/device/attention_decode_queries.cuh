@@ -79,7 +79,8 @@ struct Sight {
                             __uint_as_float(static_cast<uint32>(mask_offset)),
                             __uint_as_float(static_cast<uint32>(mask_offset >> 32))};
     store_floats_4(words_of(shared, column), words);
-    if constexpr (SLOPED || BOOLS || ADDED) store_floats_4(words_of(shared, column) + 16, words + 4);
+    if constexpr (SLOPED || BOOLS || ADDED)
+      store_floats_4(words_of(shared, column) + 16, words + 4);
   }
   __device__ __forceinline__ void load_span(uint32 shared, int column) {
     if constexpr (!WIDE_SIGHT) {
