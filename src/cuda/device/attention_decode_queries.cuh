@@ -337,12 +337,8 @@ struct Queries {
       own_visible = sight.end;
       if (c == 0 && warp == 0) sight.store(shared, n * 8 + (lane >> 2));
       if constexpr (SIGHT) {
-        int last_begin = sight.begin, least_keep = sight.keep_end;
-#pragma unroll
-        for (int distance = 4; distance < 32; distance *= 2) {
-          last_begin = max(last_begin, __shfl_xor_sync(~0u, last_begin, distance));
-          least_keep = min(least_keep, __shfl_xor_sync(~0u, least_keep, distance));
-        }
+        const int last_begin = __reduce_max_sync(~0u, sight.begin);
+        const int least_keep = __reduce_min_sync(~0u, sight.keep_end);
         begin_of_all = n == 0 ? last_begin : max(begin_of_all, last_begin);
         keep_of_all = n == 0 ? least_keep : min(keep_of_all, least_keep);
       }
@@ -356,11 +352,7 @@ struct Queries {
           store_float_shared(shared + UNITS_AT + (n * 8 + (lane >> 2)) * 4, own_unit);
       }
 #endif
-      int least = own_visible;
-#pragma unroll
-      for (int distance = 4; distance < 32; distance *= 2)
-        least = min(least, __shfl_xor_sync(~0u, least, distance));
-      visible_to_all = min(visible_to_all, least);
+      visible_to_all = min(visible_to_all, __reduce_min_sync(~0u, own_visible));
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const int from = (2 * c + j) % USED * 4;
