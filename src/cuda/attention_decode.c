@@ -45,6 +45,7 @@ typedef struct cut {
   int64_t row_tiles; /* of `columns` rows */
   int64_t pairs;     /* sequences x KV heads x row tiles */
   int64_t leaves;    /* of a sequence as long as the capacity */
+  int64_t units;     /* leaves of all pairs that rows may see something of, at most */
 } cut;
 
 /* Of a token, K and V. */
@@ -70,6 +71,18 @@ static int64_t shared_bytes(const nyb_attention *a, int32_t features, int32_t co
 static int64_t leaves_of_capacity(const nyb_attention *a) {
   const int64_t leaf = NYB_DECODE_LEAF_TOKENS(a->key_dim, a->value_dim);
   return (nyb_room_tokens(a) + leaf - 1) / leaf;
+}
+
+/* Of them, those that a sequence's rows may see something of: all its rows together see the window's
+ * tokens, one more for each row but one, and those that are kept. */
+static int64_t most_seen_leaves(const nyb_attention *a) {
+  const int64_t leaf = NYB_DECODE_LEAF_TOKENS(a->key_dim, a->value_dim);
+  const int64_t all = leaves_of_capacity(a);
+  if (a->window_tokens == 0 || a->window_tokens >= all * leaf) return all;
+  const int64_t tokens = a->window_tokens + a->query_len - 1;
+  const int64_t kept = a->window_keep_tokens < all * leaf ? a->window_keep_tokens : all * leaf;
+  const int64_t seen = (tokens + leaf - 2) / leaf + 1 + (kept + leaf - 1) / leaf;
+  return seen < all ? seen : all;
 }
 
 static bool has_two_warps_a_tile(const nyb_attention *a) {
@@ -106,6 +119,7 @@ static cut cut_of_rows(const nyb_attention *a, int64_t rows,
   c.row_tiles = (rows + c.columns - 1) / c.columns;
   c.pairs = a->batch * a->kv_heads * c.row_tiles;
   c.leaves = leaves_of_capacity(a);
+  c.units = c.pairs * most_seen_leaves(a);
   return c;
 }
 
@@ -153,20 +167,39 @@ static bool takes(const nyb_attention *a) {
   return !nyb_has_parts(a) && (!nyb_is_paged(a) || page_shift(a) >= 0) && caps_well(a);
 }
 
-/* As many as fit beside each other in the blocks of threads that a multiprocessor shall hold: few,
- * where there is little to do. */
-static int32_t stages(const nyb_attention *a, const cut *c, const nyb_cuda_properties *properties) {
+/* Blocks of threads that a multiprocessor shall hold: few, where there is little to do. */
+static int64_t resident_blocks(const nyb_attention *a, const cut *c,
+                               const nyb_cuda_properties *properties) {
   int64_t blocks = NYB_DECODE_MIN_BLOCKS(
       a->key_dim, a->value_dim, a->key_dim * a->k.format.bits / 8,
       a->value_dim * a->v.format.bits / 8, groups_of(a), c->columns, c->row_room);
-  const int64_t units = c->pairs * c->leaves;
-  while (blocks > 1 && (blocks - 1) * properties->multiprocessors >= units) blocks--;
-  const int64_t reserved = 1024; /* by the driver, of each block */
-  const int64_t budget = properties->shared_bytes_per_multiprocessor / blocks - reserved;
+  while (blocks > 1 && (blocks - 1) * properties->multiprocessors >= c->units) blocks--;
+  return blocks;
+}
+
+enum { RESERVED_BYTES = 1024 }; /* of shared memory, by the driver, of each block */
+
+/* As many as fit beside each other in those blocks. */
+static int32_t stages(const nyb_attention *a, const cut *c, const nyb_cuda_properties *properties) {
+  const int64_t blocks = resident_blocks(a, c, properties);
+  const int64_t budget = properties->shared_bytes_per_multiprocessor / blocks - RESERVED_BYTES;
   int32_t most = NYB_DECODE_MAX_STAGES;
   while (most > 2 && shared_bytes(a, own_features(a), c->columns, c->row_room, most) > budget)
     most--;
   return most;
+}
+
+/* Where all blocks are there at once, none more on a multiprocessor than meant: while the merge of
+ * the call before still ends, one has more room than the next. */
+static int64_t block_shared_bytes(const nyb_attention *a, const cut *c,
+                                  const nyb_cuda_properties *properties) {
+  const int64_t blocks = resident_blocks(a, c, properties);
+  const int64_t bytes =
+      shared_bytes(a, own_features(a), c->columns, c->row_room, stages(a, c, properties));
+  if (c->units > blocks * properties->multiprocessors) return bytes;
+  int64_t least = properties->shared_bytes_per_multiprocessor / (blocks + 1) - RESERVED_BYTES + 16;
+  if (least > properties->shared_bytes_per_block) least = properties->shared_bytes_per_block;
+  return bytes > least ? bytes : least;
 }
 
 static bool supports(const nyb_attention_call *call, const nyb_cuda_properties *properties) {
@@ -267,8 +300,7 @@ static int programs(const nyb_attention_call *call, const nyb_cuda_properties *p
   programs[0].spec.program = &nyb_cuda_program_attention_decode;
   programs[0].threads = (NYB_DECODE_WARPS(a->key_dim, a->value_dim, own_features(a)) + 1) * 32;
   const int32_t own_stages = stages(a, &c, properties);
-  programs[0].dynamic_shared_bytes =
-      (int32_t)shared_bytes(a, own_features(a), c.columns, c.row_room, own_stages);
+  programs[0].dynamic_shared_bytes = (int32_t)block_shared_bytes(a, &c, properties);
   int32_t *values = programs[0].spec.values;
 #define NYB_SET(macro, value) values[NYB_CUDA_PARAMETER(attention_decode, macro)] = (int32_t)(value)
   NYB_SET(KEY_DIM, a->key_dim);
@@ -368,11 +400,11 @@ static nyb_decode_features feature_arguments_of(const nyb_attention_call *call) 
 /* As many blocks of threads as fit at once deal with all there is; where each has a multiprocessor
  * of its own, all with as much. */
 static int64_t decode_blocks(const cut *c, int64_t multiprocessors, int64_t blocks_of_each) {
-  const int64_t units = c->pairs * c->leaves, resident = multiprocessors * blocks_of_each;
-  if (units <= resident) return units > 0 ? units : 1;
+  const int64_t resident = multiprocessors * blocks_of_each;
+  if (c->units <= resident) return c->units > 0 ? c->units : 1;
   if (blocks_of_each > 1) return resident;
-  const int64_t share = (units + resident - 1) / resident;
-  return (units + share - 1) / share;
+  const int64_t share = (c->units + resident - 1) / resident;
+  return (c->units + share - 1) / share;
 }
 
 static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
@@ -386,7 +418,10 @@ static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
   arguments->blocks = (int)decode_blocks(&c, scope->properties->multiprocessors,
                                          kernels[0]->blocks_per_multiprocessor);
   const int64_t grid[3] = {arguments->blocks, 1, 1};
-  const nyb_status status = nyb_cuda_launch(scope, kernels[0], grid, &all, stream, false);
+  /* A block of threads that starts before the kernel before has ended gets what room is left:
+   * harmless where each has a multiprocessor to itself. */
+  const bool alone = arguments->blocks <= scope->properties->multiprocessors;
+  const nyb_status status = nyb_cuda_launch(scope, kernels[0], grid, &all, stream, alone);
   if (status != NYB_OK) return status;
   const int64_t items = merge_threads(&c) / arguments->merge_groups;
   const int64_t parts = a->batch * a->kv_heads * c.rows * (a->value_dim / NYB_MERGE_ELEMENTS);

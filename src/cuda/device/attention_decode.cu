@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
   const nyb_decode_arguments &a = decode_of(arguments);
   extern __shared__ __align__(128) char shared_memory[];
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
   const int warp = threadIdx.x >> 5;
   const uint32 shared = static_cast<uint32>(__cvta_generic_to_shared(shared_memory));

@@ -181,14 +181,16 @@ struct Copies {
     const int token = at.leaf * LEAF + step * STEP;
     tokens_left = at.length - token;
     if (!SIGHT && !PLACED && same_pair) return; // the leaf before was whole
-    const int64 batch = PLACED == NYB_DECODE_PAGES ? 0 : at.batch, head = problem.head_of(at);
-    const auto address = [&](const char *base, const long long *stride) {
-      return base + batch * stride[0] + head * stride[1] + (PLACED ? 0 : token) * stride[2];
-    };
-    codes = address(stored->codes, stored->codes_stride);
-    scales = address(stored->scales, stored->scales_stride);
-    biases = address(stored->biases, stored->biases_stride);
-    if constexpr (PLACED == NYB_DECODE_SHIFTED) shift.start(*problem.all, at);
+    if (!PLACED || !same_pair) {
+      const int64 batch = PLACED == NYB_DECODE_PAGES ? 0 : at.batch, head = problem.head_of(at);
+      const auto address = [&](const char *base, const long long *stride) {
+        return base + batch * stride[0] + head * stride[1] + (PLACED ? 0 : token) * stride[2];
+      };
+      codes = address(stored->codes, stored->codes_stride);
+      scales = address(stored->scales, stored->scales_stride);
+      biases = address(stored->biases, stored->biases_stride);
+      if constexpr (PLACED == NYB_DECODE_SHIFTED) shift.start(*problem.all, at);
+    }
     if constexpr (PLACED == NYB_DECODE_PAGES) enter_pages(same_pair);
     if constexpr (PACKED && !PLACED) {
       const int lane = threadIdx.x & 31;
@@ -503,6 +505,10 @@ __device__ __forceinline__ void copy_all(const nyb_decode_arguments &a, const Pr
       value_scales;
   Copies<Values, VALUE_SCALE_TYPE, VALUE_GROUPS, VALUES_AT, NONE, NONE, OWN_BYTES> values;
   keys.start(problem, a.k, at, units);
+  if constexpr (PLACED) { // a code of its own behind the keys' would take longer
+    value_scales.start(problem, a.v, at, units);
+    values.start(problem, a.v, at, units);
+  }
   int steps = end_step_of(at) - first_step_of(at), value_stage = STAGES - 1, key_stage = 0,
       scale_stage = 0;
   for (int turn = -STAGES;; turn += turn < 0) {
@@ -521,7 +527,7 @@ __device__ __forceinline__ void copy_all(const nyb_decode_arguments &a, const Pr
       end_copy_group();
     }
     keys.queue(shared + key_stage * STAGE_BYTES);
-    if (turn == -STAGES) { // once the first keys are on their way
+    if (!PLACED && turn == -STAGES) { // once the first keys are on their way
       value_scales.start(problem, a.v, at, units);
       values.start(problem, a.v, at, units);
     }
@@ -533,6 +539,11 @@ __device__ __forceinline__ void copy_all(const nyb_decode_arguments &a, const Pr
     if (turn == FIRST_TURNS - STAGES - 1) {
       wait_for_copies<2 * FIRST_TURNS - 2>();
       first_keys_arrived();
+#if __CUDA_ARCH__ >= 900
+      // The merge may come, and looks at lengths, as it does not before the kernel before has ended.
+      // What it begins with is not in the way of what this one begins with any more.
+      asm volatile("griddepcontrol.launch_dependents;");
+#endif
     }
   }
   wait_for_copies<0>();

@@ -34,6 +34,20 @@ __device__ __forceinline__ const nyb_decode_arguments &decode_of(const Arguments
 __device__ nyb_decode_features features_of(const Arguments &a); // nowhere
 #endif
 
+// A length, a start or a sink. attention_merge looks at them while the kernels before still end: not
+// in the L1, which may hold what they were.
+template <class T>
+__device__ __forceinline__ T load_of_sequence(const T *from) {
+#ifdef LOOKS_EARLY
+  static_assert(sizeof(T) == 4);
+  uint32 word;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(word) : "l"(from) : "memory");
+  return *reinterpret_cast<const T *>(&word);
+#else
+  return *from;
+#endif
+}
+
 // A sequence from its start on, up to the last token that a query row sees.
 struct Sequence {
   int length;
@@ -51,8 +65,11 @@ __device__ __forceinline__ Sequence sequence_of(const Arguments &arguments, int 
   // nyb_row_sight_of() of the first row and of the last one, in 32 bits: it is worked out in many
   // places, and positions of so few rows fit.
   const nyb_decode_features &call = features_of(arguments);
-  const int length = max(min(a.lengths[batch], static_cast<int>(a.capacity_tokens)), 0);
-  sequence.start = call.starts != nullptr ? max(min(call.starts[batch], length), 0) : 0;
+  const int held = load_of_sequence(a.lengths + batch);
+  const int length = max(min(held, static_cast<int>(a.capacity_tokens)), 0);
+  sequence.start = 0;
+  if (call.starts != nullptr)
+    sequence.start = max(min(load_of_sequence(call.starts + batch), length), 0);
   const int tokens = length - sequence.start, rows = a.query_len;
   const int first = call.mask == NYB_DEVICE_MASK_TOP_LEFT ? -sequence.start : tokens - rows;
   const bool all = call.mask == NYB_DEVICE_MASK_NONE;
@@ -64,7 +81,7 @@ __device__ __forceinline__ Sequence sequence_of(const Arguments &arguments, int 
   if (sequence.begin_token <= min(keep, first_end)) sequence.begin_token = 0;
   sequence.keep_tokens = sequence.begin_token == 0 ? 0 : min(keep, sequence.length);
 #else
-  const int64 length = a.lengths[batch];
+  const int64 length = load_of_sequence(a.lengths + batch);
   sequence.length = static_cast<int>(length < 0                   ? 0
                                      : length > a.capacity_tokens ? a.capacity_tokens
                                                                   : length);

@@ -9,6 +9,7 @@
 //
 // Parameters (-D): VALUE_DIM, COLUMNS, FEATURES (of attention_decode, those that matter here).
 #define PLACED 0 // where tokens stand plays no part
+#define LOOKS_EARLY
 #include "attention_decode_leaves.cuh"
 
 #if !defined(VALUE_DIM) || !defined(COLUMNS)
@@ -163,7 +164,7 @@ static_assert(NYB_LEAF_WINDOW % GROUP == 0);
 // Of the row's head; -inf where there is none.
 __device__ __forceinline__ float sink_of(const Arguments &arguments, const Row &row) {
 #if FEATURES & NYB_DECODE_SINKS
-  if (row.exists) return features_of(arguments).sinks[row.query_head];
+  if (row.exists) return load_of_sequence(features_of(arguments).sinks + row.query_head);
 #endif
   return -infinity();
 }
@@ -285,6 +286,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 2)
   asm volatile("" : "+l"(target.out), "+l"(target.lse));
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
 #endif
   // Subtrees of whole rounds wait here for their right neighbours.
   Part waiting[MAX_ROUND_LEVELS];
