@@ -38,15 +38,14 @@ __device__ __forceinline__ void begin_leaf(Leaf &leaf, Step &step, const Queries
 }
 // A step is scored and weighed while the one before is summed: neither waits for the other. Where a
 // maximum turns out to have been too low, the weights are worked out once more.
-// first: there is none before.
 template <bool MASKED>
 __device__ __forceinline__ void go_on(Leaf &leaf, Step &before, Step &step, const Queries &q,
-                                      uint32 shared, const Addresses &where, bool first = false) {
-  if (!first) before.add_to<MASKED>(leaf, shared, where);
+                                      uint32 shared, const Addresses &where) {
+  before.add_to<MASKED>(leaf, shared, where);
   step.score<MASKED>(leaf, q, shared, where);
-  const bool raises = first || step.raises(leaf, q, shared, where);
+  const bool raises = step.raises(leaf, q, shared, where);
   // With slopes, scores mostly rise from step to step.
-  const bool in_vain = first || (SLOPED && __any_sync(~0u, raises));
+  const bool in_vain = SLOPED && __any_sync(~0u, raises);
   if (!in_vain) step.weigh<MASKED>(leaf, q, shared, where);
   if (weighed(raises)) {
     int only_buffer = 0;
@@ -198,27 +197,27 @@ extern "C" __global__ void __launch_bounds__((WARPS + 1) * 32, MIN_BLOCKS)
           synchronize_warps();
         }
       }
-    } else if constexpr (FEATURES) { // one code for all steps, as above
-      for (int index = first_step; index < steps; index++) {
-        Step before = step;
-        enter(index);
-        if constexpr (BOOLS || ADDED) {
-          step.mask.load(q, shared, step.first, step.by_place); // on its way before it is needed
-          if (index == first_step && entry == FIRST_PAIR) first_keys_arrived();
-        }
-        go_on<true>(leaf, before, step, q, shared, where, index == first_step);
-      }
     } else {
-      enter(0);
-      if (seen_whole(0)) {
+      // What a mask's array hides is not known before the step: one code for all steps then.
+      constexpr bool BY_ARRAY = BOOLS || ADDED;
+      const auto enter_step = [&](int index) {
+        enter(index);
+        // On their way before they are needed.
+        if constexpr (BY_ARRAY) step.mask.load(q, shared, step.first, step.by_place);
+        return !BY_ARRAY && seen_whole(index);
+      };
+      bool whole = enter_step(first_step);
+      if (BY_ARRAY && entry == FIRST_PAIR) first_keys_arrived();
+      if (whole) {
         begin_leaf<false>(leaf, step, q, shared, where);
       } else {
         begin_leaf<true>(leaf, step, q, shared, where);
       }
-      for (int index = 1; index < steps; index++) {
+      for (int index = first_step + 1; index < steps; index++) {
         Step before = step;
-        enter(index);
-        if (seen_whole(index)) {
+        const bool before_whole = !SIGHT || whole; // elsewhere, because this one is
+        whole = enter_step(index);
+        if (whole && before_whole) {
           go_on<false>(leaf, before, step, q, shared, where);
         } else {
           go_on<true>(leaf, before, step, q, shared, where);

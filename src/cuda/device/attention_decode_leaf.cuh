@@ -1058,14 +1058,15 @@ struct Leaf {
     if constexpr (FEATURES) {
       hidden = unseen = 0;
       change_scores(scores, hidden, mask, q, shared, first);
-      hides = by_place;
+      const bool some_by_place = MASKED && by_place;
+      hides = some_by_place;
       if constexpr (BOOLS || ADDED) {
-        const bool may_hide = by_place || hidden != 0 || (BOOLS && mask.any_false());
+        const bool may_hide = some_by_place || hidden != 0 || (BOOLS && mask.any_false());
         hides = __any_sync(~0u, may_hide) != 0;
       }
       if (hides) {
         if constexpr (BOOLS) hide_by_array(scores, hidden, mask);
-        if (by_place) hide_by_place(scores, hidden, shared, first);
+        if (some_by_place) hide_by_place(scores, hidden, shared, first);
         if constexpr (HIDING) unseen = unseen_of(hidden, q);
       }
       return;
