@@ -704,6 +704,29 @@ static void check_outer_softcaps(walk *w) {
   }
 }
 
+/* Windows far from the sequence's start, for CUDA's merge, which looks only where they are: in one
+ * of its rounds of 4,096 and 8,192 tokens and over the end of one; and an empty sequence. */
+static void check_far_windows(walk *w) {
+  static const struct {
+    int32_t length, window, rows;
+  } calls[] = {{9000, 300, 1},  {8400, 1000, 1}, {8192, 1024, 2}, {12300, 1030, 5},
+               {9000, 4000, 1}, {16600, 5000, 1}};
+  if (w->run->options.backend != NYB_BACKEND_CUDA) return;
+  for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++) {
+    attention_shape shape =
+        prefill_shape("far window", NYB_MASK_CAUSAL, calls[i].rows, calls[i].length);
+    shape.window_tokens = calls[i].window;
+    shape.query_dtype = shape.out_dtype = NYB_BF16;
+    shape.capacity_tokens = 25000;
+    if (i % 2 == 0) {
+      shape.batch = 3;
+      shape.lengths[1] = 0;
+      shape.lengths[2] = 500;
+    }
+    check_case(w, shape);
+  }
+}
+
 static void check_slopes(walk *w) {
   static const struct {
     nyb_mask mask;
@@ -841,6 +864,7 @@ void check_attention_features(check_run *run, int format) {
   walk w = {.run = run, .format = format};
   check_features(&w);
   check_outer_softcaps(&w);
+  check_far_windows(&w);
 }
 
 /* Long contexts: many chunks. Field case 22 is the wide one. */

@@ -46,6 +46,8 @@ typedef struct cut {
   int64_t pairs;     /* sequences x KV heads x row tiles */
   int64_t leaves;    /* of a sequence as long as the capacity */
   int64_t units;     /* leaves of all pairs that rows may see something of, at most */
+  int64_t merged;    /* leaves of a sequence that the merge looks at, from the first that is seen on
+                        where they are fewer than `leaves` */
 } cut;
 
 /* Of a token, K and V. */
@@ -120,6 +122,7 @@ static cut cut_of_rows(const nyb_attention *a, int64_t rows,
   c.pairs = a->batch * a->kv_heads * c.row_tiles;
   c.leaves = leaves_of_capacity(a);
   c.units = c.pairs * most_seen_leaves(a);
+  c.merged = a->window_keep_tokens == 0 ? most_seen_leaves(a) : c.leaves;
   return c;
 }
 
@@ -284,8 +287,17 @@ static int64_t workspace_bytes(const nyb_attention_call *call,
 static int32_t merge_groups(const cut *c) {
   const int32_t most = NYB_MERGE_WARP_GROUPS * NYB_MERGE_MAX_WARPS;
   int32_t groups = 1;
-  while (groups < most && groups * NYB_MERGE_GROUP < c->leaves) groups *= 2;
+  while (groups < most && groups * NYB_MERGE_GROUP < c->merged) groups *= 2;
   return groups;
+}
+
+/* Each of merge_groups() * NYB_MERGE_GROUP leaves, from a multiple of them on: a window's are in one
+ * or two. */
+static int64_t merge_rounds(const cut *c) {
+  const int64_t round_leaves = (int64_t)merge_groups(c) * NYB_MERGE_GROUP;
+  const int64_t rounds = (c->leaves + round_leaves - 1) / round_leaves;
+  if (c->merged <= round_leaves && rounds > 2 && c->merged < c->leaves) return 2;
+  return rounds > 1 ? rounds : 1;
 }
 
 static int32_t merge_threads(const cut *c) {
@@ -364,7 +376,10 @@ static nyb_decode_arguments arguments_of(const nyb_attention_call *call, const c
       .leaf_tokens = NYB_DECODE_LEAF_TOKENS(a->key_dim, a->value_dim),
       .levels = NYB_DECODE_LEVELS(a->key_dim, a->value_dim, c->row_room, own_features(a)),
       .page_shift = nyb_is_paged(a) ? page_shift(a) : 0,
+      .merge_rounds = (int)merge_rounds(c),
   };
+  arguments.merge_from_seen =
+      arguments.merge_rounds * arguments.merge_groups * NYB_MERGE_GROUP < c->leaves;
   arguments.partials = arguments.statistics + statistics_floats(c);
   nyb_cuda_byte_strides(a->q.stride, 2, arguments.q_stride);
   nyb_cuda_byte_strides(a->out.stride, 2, arguments.out_stride);

@@ -98,7 +98,6 @@ __device__ __forceinline__ int column_of(int j) {
 // BOOLS, ADDED: elements of the mask's array for the lane's tokens and columns, as they lie in
 // memory: neighbours in a word where they are narrow.
 struct MaskWords {
-  static constexpr int MASK_ROWS = ONE_MASK_ROW ? 1 : 2 * N_TILES;
   uint32 words[MASK_ROWS][KEPT];
 
   __device__ __forceinline__ const uint32 *of_column(int j) const {
@@ -127,10 +126,7 @@ struct MaskWords {
     constexpr int ALL = KEPT * MASK_BYTES, WORDS = (ALL + 3) / 4;
     constexpr uint32 NOTHING = BOOLS ? 0x01010101u : 0;
     const int64 begin = static_cast<int64>(first) * MASK_BYTES;
-    const auto row_of = [&](int j) {
-      if constexpr (ONE_MASK_ROW) return q.mask_row + begin;
-      return q.call->mask_array + Sight::mask_offset_of(shared, column_of(j)) + begin;
-    };
+    const auto row_of = [&](int j) { return q.mask_rows[j] + begin; };
     if (!by_place && (q.mask_bits & (ALL - 1)) == 0) {
 #pragma unroll
       for (int j = 0; j < MASK_ROWS; j++) load_neighbours<ALL>(words[j], row_of(j));

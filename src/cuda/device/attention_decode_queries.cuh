@@ -12,6 +12,7 @@
 constexpr bool CHANGED = CAPPED || SLOPED || ADDED;
 constexpr bool ONLY_CAPPED = CAPPED && !SLOPED && !ADDED;
 constexpr bool ONE_MASK_ROW = (FEATURES & NYB_DECODE_ONE_MASK_ROW) != 0;
+constexpr int MASK_ROWS = ONE_MASK_ROW ? 1 : 2 * N_TILES;
 // Of an element of the mask's array.
 constexpr int MASK_BYTES = !ADDED ? 1 : (FEATURES & NYB_DECODE_ADDED_F32) != 0 ? 4 : 2;
 
@@ -165,7 +166,7 @@ struct Queries {
                        // keep_of_all
   int begin_of_all, keep_of_all;
   uint32 unused; // HIDING: bit j, that no query row is in the lane's column j
-  const char *mask_row; // ONE_MASK_ROW
+  const char *mask_rows[MASK_ROWS]; // of the lane's columns
   uint32 mask_bits; // of addresses of the mask's rows, those that any has
 
   // The N side of two steps: words for step `step` (even) and the next, for each tile of columns.
@@ -240,8 +241,8 @@ struct Queries {
       for (int j = 0; j < 2 && HIDING; j++)
         unused |= first_row + n * 8 + 2 * c % USED + j < rows ? 0u : 1u << (2 * n + j);
       if constexpr (BOOLS || ADDED) {
-        mask_row = call->mask_array + sights[n].mask_offset;
-        const uint32 own_bits = static_cast<uint32>(reinterpret_cast<uint64>(mask_row) & 15);
+        mask_rows[0] = call->mask_array + sights[n].mask_offset;
+        const uint32 own_bits = static_cast<uint32>(reinterpret_cast<uint64>(mask_rows[0]) & 15);
         mask_bits |= ONE_MASK_ROW ? own_bits : __reduce_or_sync(~0u, own_bits);
       }
     }
@@ -360,6 +361,12 @@ struct Queries {
       }
     }
     synchronize_warps();
+    if constexpr ((BOOLS || ADDED) && !ONE_MASK_ROW) {
+#pragma unroll
+      for (int j = 0; j < MASK_ROWS; j++)
+        mask_rows[j] = call->mask_array +
+                       Sight::mask_offset_of(shared, j / 2 * 8 + 2 * c % USED + j % 2);
+    }
     const auto total = [&](int group, int column) {
       float all = 0;
 #pragma unroll

@@ -4,7 +4,7 @@
 //
 // Four elements of an output row take a lane for each GROUP neighbouring leaves, up to
 // arguments.merge_groups lanes at once: lanes of a warp first, so that neighbours read neighbouring
-// elements, then warps. More leaves come in rounds. Which leaves begin a subtree follows from the
+// elements, then warps. More leaves come in rounds, those of a window alone in one or two. Which leaves begin a subtree follows from the
 // lengths, so that lanes ask for all that they need at once, as soon as attention_decode is done.
 //
 // Parameters (-D): VALUE_DIM, COLUMNS, FEATURES (of attention_decode, those that matter here).
@@ -272,13 +272,15 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, 2)
   const float *partials =
       a.partials + (slot * COLUMNS + row.row % COLUMNS) * VALUE_DIM + row.part * ELEMENTS;
   const float *statistics = a.statistics + slot * STATISTICS + row.row % COLUMNS;
-  // All threads take as many rounds; one of a cache without room, too.
-  const int round_leaves = groups * GROUP;
-  const int rounds = max(static_cast<int>(a.capacity_leaves + round_leaves - 1) >>
-                             (place.group_shift + GROUP_SHIFT),
-                         1);
+  const int rounds = a.merge_rounds; // of all threads
+  int64 first_leaf = place.group * GROUP;
+#if FEATURES & NYB_DECODE_SIGHT
+  const int round_shift = place.group_shift + GROUP_SHIFT;
+  if (a.merge_from_seen != 0)
+    first_leaf += static_cast<int64>(row.leaves.begin) >> round_shift << round_shift;
+#endif
   const auto first_of = [&](int round) {
-    return (static_cast<int64>(round) * groups + place.group) * GROUP;
+    return first_leaf + static_cast<int64>(round) * groups * GROUP;
   };
   uint32 begins = begins_of(a, runs, row, first_of(0));
   const float sink = sink_of(arguments, row);
