@@ -709,8 +709,8 @@ static void check_outer_softcaps(walk *w) {
 static void check_far_windows(walk *w) {
   static const struct {
     int32_t length, window, rows;
-  } calls[] = {{9000, 300, 1},  {8400, 1000, 1}, {8192, 1024, 2}, {12300, 1030, 5},
-               {9000, 4000, 1}, {16600, 5000, 1}};
+  } calls[] = {{9000, 300, 1},   {8400, 1000, 1}, {8192, 1024, 2},
+               {12300, 1030, 5}, {9000, 4000, 1}, {16600, 5000, 1}};
   if (w->run->options.backend != NYB_BACKEND_CUDA) return;
   for (size_t i = 0; i < sizeof calls / sizeof calls[0]; i++) {
     attention_shape shape =

@@ -75,8 +75,8 @@ static int64_t leaves_of_capacity(const nyb_attention *a) {
   return (nyb_room_tokens(a) + leaf - 1) / leaf;
 }
 
-/* Of them, those that a sequence's rows may see something of: all its rows together see the window's
- * tokens, one more for each row but one, and those that are kept. */
+/* Of them, those that a sequence's rows may see something of: all its rows together see the
+ * window's tokens, one more for each row but one, and those that are kept. */
 static int64_t most_seen_leaves(const nyb_attention *a) {
   const int64_t leaf = NYB_DECODE_LEAF_TOKENS(a->key_dim, a->value_dim);
   const int64_t all = leaves_of_capacity(a);
@@ -291,8 +291,8 @@ static int32_t merge_groups(const cut *c) {
   return groups;
 }
 
-/* Each of merge_groups() * NYB_MERGE_GROUP leaves, from a multiple of them on: a window's are in one
- * or two. */
+/* Each of merge_groups() * NYB_MERGE_GROUP leaves, from a multiple of them on: a window's are in
+ * one or two. */
 static int64_t merge_rounds(const cut *c) {
   const int64_t round_leaves = (int64_t)merge_groups(c) * NYB_MERGE_GROUP;
   const int64_t rounds = (c->leaves + round_leaves - 1) / round_leaves;

@@ -202,7 +202,7 @@ typedef struct nyb_decode_arguments {
   int out_type;     /* dtype: F16 or BF16 */
   int merge_groups; /* 1, 2, 4, ... WARP_GROUPS * MAX_WARPS */
   int leaf_tokens;
-  int levels; /* subtrees of up to 2^levels leaves are written */
+  int levels;          /* subtrees of up to 2^levels leaves are written */
   int merge_rounds;    /* each of merge_groups * NYB_MERGE_GROUP leaves */
   int merge_from_seen; /* the first is the one with the first leaf that is seen, not leaf 0 */
 } nyb_decode_arguments;
