@@ -45,7 +45,6 @@ typedef struct cut {
   int64_t row_tiles; /* of `columns` rows */
   int64_t pairs;     /* sequences x KV heads x row tiles */
   int64_t leaves;    /* of a sequence as long as the capacity */
-  int64_t units;     /* leaves of all pairs that rows may see something of, at most */
   int64_t merged;    /* leaves of a sequence that the merge looks at, from the first that is seen on
                         where they are fewer than `leaves` */
 } cut;
@@ -121,7 +120,6 @@ static cut cut_of_rows(const nyb_attention *a, int64_t rows,
   c.row_tiles = (rows + c.columns - 1) / c.columns;
   c.pairs = a->batch * a->kv_heads * c.row_tiles;
   c.leaves = leaves_of_capacity(a);
-  c.units = c.pairs * most_seen_leaves(a);
   c.merged = a->window_keep_tokens == 0 ? most_seen_leaves(a) : c.leaves;
   return c;
 }
@@ -170,13 +168,19 @@ static bool takes(const nyb_attention *a) {
   return !nyb_has_parts(a) && (!nyb_is_paged(a) || page_shift(a) >= 0) && caps_well(a);
 }
 
+/* Leaves of all pairs that rows may see something of, at most, of a call that suits(). */
+static int64_t most_units(const nyb_attention *a, const cut *c) {
+  return c->pairs * most_seen_leaves(a);
+}
+
 /* Blocks of threads that a multiprocessor shall hold: few, where there is little to do. */
 static int64_t resident_blocks(const nyb_attention *a, const cut *c,
                                const nyb_cuda_properties *properties) {
   int64_t blocks = NYB_DECODE_MIN_BLOCKS(
       a->key_dim, a->value_dim, a->key_dim * a->k.format.bits / 8,
       a->value_dim * a->v.format.bits / 8, groups_of(a), c->columns, c->row_room);
-  while (blocks > 1 && (blocks - 1) * properties->multiprocessors >= c->units) blocks--;
+  const int64_t units = most_units(a, c);
+  while (blocks > 1 && (blocks - 1) * properties->multiprocessors >= units) blocks--;
   return blocks;
 }
 
@@ -199,7 +203,7 @@ static int64_t block_shared_bytes(const nyb_attention *a, const cut *c,
   const int64_t blocks = resident_blocks(a, c, properties);
   const int64_t bytes =
       shared_bytes(a, own_features(a), c->columns, c->row_room, stages(a, c, properties));
-  if (c->units > blocks * properties->multiprocessors) return bytes;
+  if (most_units(a, c) > blocks * properties->multiprocessors) return bytes;
   int64_t least = properties->shared_bytes_per_multiprocessor / (blocks + 1) - RESERVED_BYTES + 16;
   if (least > properties->shared_bytes_per_block) least = properties->shared_bytes_per_block;
   return bytes > least ? bytes : least;
@@ -414,12 +418,12 @@ static nyb_decode_features feature_arguments_of(const nyb_attention_call *call) 
 
 /* As many blocks of threads as fit at once deal with all there is; where each has a multiprocessor
  * of its own, all with as much. */
-static int64_t decode_blocks(const cut *c, int64_t multiprocessors, int64_t blocks_of_each) {
+static int64_t decode_blocks(int64_t units, int64_t multiprocessors, int64_t blocks_of_each) {
   const int64_t resident = multiprocessors * blocks_of_each;
-  if (c->units <= resident) return c->units > 0 ? c->units : 1;
+  if (units <= resident) return units > 0 ? units : 1;
   if (blocks_of_each > 1) return resident;
-  const int64_t share = (c->units + resident - 1) / resident;
-  return (c->units + share - 1) / share;
+  const int64_t share = (units + resident - 1) / resident;
+  return (units + share - 1) / share;
 }
 
 static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
@@ -430,7 +434,7 @@ static nyb_status launch(nyb_cuda_scope *scope, const nyb_attention_call *call,
   nyb_decode_call_arguments all = {.decode = arguments_of(call, &c, workspace)};
   if (nyb_cuda_attention_feature(a) != NULL) all.features = feature_arguments_of(call);
   nyb_decode_arguments *arguments = &all.decode;
-  arguments->blocks = (int)decode_blocks(&c, scope->properties->multiprocessors,
+  arguments->blocks = (int)decode_blocks(most_units(a, &c), scope->properties->multiprocessors,
                                          kernels[0]->blocks_per_multiprocessor);
   const int64_t grid[3] = {arguments->blocks, 1, 1};
   /* A block of threads that starts before the kernel before has ended gets what room is left:
