@@ -90,11 +90,6 @@ struct Addresses {
   }
 };
 
-// The lane's column j.
-__device__ __forceinline__ int column_of(int j) {
-  return j / 2 * 8 + 2 * (threadIdx.x & 3) % USED + j % 2;
-}
-
 // BOOLS, ADDED: elements of the mask's array for the lane's tokens and columns, as they lie in
 // memory: neighbours in a word where they are narrow.
 struct MaskWords {

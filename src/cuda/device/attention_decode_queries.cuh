@@ -4,6 +4,11 @@
 
 #include "attention_decode_copies.cuh"
 
+// The lane's column j.
+__device__ __forceinline__ int column_of(int j) {
+  return j / 2 * 8 + 2 * (threadIdx.x & 3) % USED + j % 2;
+}
+
 // ---- What a query row sees ----------------------------------------------------------------------
 
 // Whether scores are more than products: those come to natural units first, or to what capped()
@@ -194,7 +199,7 @@ struct Queries {
     const uint32 maxima = shared + QUERY_SCRATCH_AT, poisons = maxima + WARPS * COLUMNS * 4;
     const uint32 step_sums = poisons + WARPS * COLUMNS * 4;
     // Divisions only where there is something to divide: they take long when nothing else is to do.
-    const int head = a.row_tiles == 1 ? at.pair : at.pair / a.row_tiles;
+    const int head = Problem{&arguments, &a}.head_of(at);
     const int first_row = (at.pair - head * a.row_tiles) * COLUMNS;
     const auto head_of_row = [&](int row) { return a.query_len == 1 ? row : row / a.query_len; };
     const int rows = a.heads_per_kv * a.query_len;
@@ -364,8 +369,7 @@ struct Queries {
     if constexpr ((BOOLS || ADDED) && !ONE_MASK_ROW) {
 #pragma unroll
       for (int j = 0; j < MASK_ROWS; j++)
-        mask_rows[j] = call->mask_array +
-                       Sight::mask_offset_of(shared, j / 2 * 8 + 2 * c % USED + j % 2);
+        mask_rows[j] = call->mask_array + Sight::mask_offset_of(shared, column_of(j));
     }
     const auto total = [&](int group, int column) {
       float all = 0;
@@ -391,8 +395,7 @@ struct Queries {
   static __device__ __forceinline__ void load_visible(int *visible, uint32 shared) {
 #pragma unroll
     for (int j = 0; j < 2 * N_TILES; j++) {
-      const int column = j / 2 * 8 + 2 * (threadIdx.x & 3) % USED + j % 2;
-      visible[j] = static_cast<int>(load_word(shared + VISIBLE_AT + column * 4));
+      visible[j] = static_cast<int>(load_word(shared + VISIBLE_AT + column_of(j) * 4));
     }
   }
   __device__ __forceinline__ void load_units(float *unit, uint32 shared) const {

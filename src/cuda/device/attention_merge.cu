@@ -4,8 +4,9 @@
 //
 // Four elements of an output row take a lane for each GROUP neighbouring leaves, up to
 // arguments.merge_groups lanes at once: lanes of a warp first, so that neighbours read neighbouring
-// elements, then warps. More leaves come in rounds, those of a window alone in one or two. Which leaves begin a subtree follows from the
-// lengths, so that lanes ask for all that they need at once, as soon as attention_decode is done.
+// elements, then warps. More leaves come in rounds, those of a window alone in one or two. Which
+// leaves begin a subtree follows from the lengths, so that lanes ask for all that they need at
+// once, as soon as attention_decode is done.
 //
 // Parameters (-D): VALUE_DIM, COLUMNS, FEATURES (of attention_decode, those that matter here).
 #define PLACED 0 // where tokens stand plays no part
